@@ -1,0 +1,200 @@
+"""The one exception tree. Every class is also a builtin, so callers may catch either.
+
+A message says what happened, where, what was expected against what was found, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ReelrayError(Exception):
+    """Root of every error that reelray raises on purpose."""
+
+
+class SettingsError(ReelrayError, ValueError):
+    """A setting, option or environment variable has no usable value."""
+
+
+class UnsafeInputError(ReelrayError, ValueError):
+    """Input tried to leave its sandbox: a path, template, URL scheme, pickle or oversized structure."""
+
+
+class LocationError(ReelrayError, ValueError):
+    """A dataset location cannot be parsed, or is not one of the allowed kinds."""
+
+
+# --- the dataset itself -------------------------------------------------------------------------
+
+
+class DatasetError(ReelrayError, ValueError):
+    """The dataset as written cannot be used as asked."""
+
+
+class UnsupportedVersionError(DatasetError):
+    """The dataset has a codebase version that this reader does not read."""
+
+
+class MetadataError(DatasetError):
+    """Metadata is missing, unreadable, or contradicts itself or the files."""
+
+
+class SelectionError(DatasetError):
+    """The selection names episodes, cameras or columns that do not exist."""
+
+
+class DamagedDataError(DatasetError):
+    """Bytes or rows that should be there are missing or wrong.
+
+    Attributes:
+        dataset: location of the dataset without credentials, or None.
+        episode: episode index, or None when the damage concerns a whole file.
+        episodes: every episode index that the damage touches.
+        camera: camera feature key, or None.
+        file: path relative to the dataset root, or None.
+        byte_range: half-open byte range in ``file``, or None.
+        picture: picture number (0-based, in presentation order of the file), or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        dataset: str | None = None,
+        episode: int | None = None,
+        episodes: Sequence[int] = (),
+        camera: str | None = None,
+        file: str | None = None,
+        byte_range: tuple[int, int] | None = None,
+        picture: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.dataset = dataset
+        self.episode = episode
+        self.episodes = tuple(episodes) if episodes else (() if episode is None else (episode,))
+        self.camera = camera
+        self.file = file
+        self.byte_range = byte_range
+        self.picture = picture
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions with keyword-only fields do not pickle by default; these cross process borders.
+        return (_rebuild_damaged, (type(self), str(self), dict(self.__dict__)))
+
+
+def _rebuild_damaged(cls: type[DamagedDataError], message: str, fields: dict[str, object]) -> DamagedDataError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(fields)
+    return error
+
+
+class RowsError(DamagedDataError):
+    """The parquet rows of an episode are missing, foreign, unreadable or out of order."""
+
+
+class VideoFormatError(DamagedDataError):
+    """A video file cannot be indexed: damaged, hostile, or of an unsupported kind."""
+
+
+class UnsupportedTimelineError(VideoFormatError):
+    """An edit list that cannot be followed exactly: several media edits, or a rate other than 1."""
+
+
+class PictureCountError(DamagedDataError):
+    """A video file holds another number of pictures than rows map to it."""
+
+
+class DecodeError(DamagedDataError):
+    """A picture could not be decoded, or the decoder returned another one than was asked for."""
+
+
+class ChecksumError(DamagedDataError):
+    """Payload bytes differ from the checksum recorded in the sidecar."""
+
+
+class TimeDriftError(DamagedDataError):
+    """Picture times deviate from row times by more than the tolerance, and strict time was asked for."""
+
+
+# --- storage ------------------------------------------------------------------------------------
+
+
+class StorageError(ReelrayError, OSError):
+    """Reading or writing an object failed."""
+
+    # OSError with one argument keeps ``str(error) == message`` and pickles as is.
+
+
+class ObjectNotFoundError(StorageError, FileNotFoundError):
+    """The object does not exist."""
+
+
+class AccessDeniedError(StorageError, PermissionError):
+    """The object exists but may not be read or written with the present credentials."""
+
+
+class ShortReadError(StorageError):
+    """A range read returned another number of bytes than was asked for."""
+
+
+class ObjectChangedError(StorageError):
+    """The object is no longer the one that was indexed; the message names both identities."""
+
+
+class TransientStorageError(StorageError):
+    """A fault that may pass: reset, time-out, 429, 5xx. Retries have been used up."""
+
+
+class LockTimeoutError(ReelrayError, TimeoutError):
+    """Another process held a lock for too long; the message names the lock."""
+
+
+# --- sidecar ------------------------------------------------------------------------------------
+
+
+class SidecarError(ReelrayError, ValueError):
+    """A sidecar is invalid, stale, of another schema, or may not be published."""
+
+
+# --- planning and streaming ---------------------------------------------------------------------
+
+
+class PlanError(ReelrayError, ValueError):
+    """No plan can be made from the units and settings given."""
+
+
+class BudgetError(ReelrayError, MemoryError, ValueError):
+    """One unit is larger than the byte budget; the message names the unit, both sizes and the setting."""
+
+
+class CursorError(ReelrayError, ValueError):
+    """A cursor cannot be read, or belongs to another plan; the message names the field that differs."""
+
+
+class RecipeError(ReelrayError, ValueError):
+    """A recipe is invalid; the message names the line and the name at fault."""
+
+
+class LanguageError(DatasetError):
+    """Language rows break a rule; the message names episode, frame, style and column."""
+
+
+class StreamClosedError(ReelrayError, RuntimeError):
+    """The stream was closed or cancelled while something still waited on it."""
+
+
+class IngestStalledError(ReelrayError, TimeoutError):
+    """No batch for too long; the message gives plan position, pending work and actor states."""
+
+
+class ResourceUnavailableError(ReelrayError, RuntimeError):
+    """The cluster cannot schedule what is needed; the message names the resource."""
+
+
+class VersionSkewError(ReelrayError, RuntimeError):
+    """Driver and actor run different versions of reelray."""
+
+
+class PoisonedWorkError(DamagedDataError):
+    """The same piece of work killed its worker repeatedly and is quarantined."""

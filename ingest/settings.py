@@ -1,0 +1,73 @@
+"""The one place that reads the environment. Values are read at call time, so tests may set them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ingest.errors import SettingsError
+
+DEFAULT_STREAMING_SEED = 42
+"""Order seed when none is given (LeRobot's value)."""
+
+DEFAULT_TRAIN_SEED = 1000
+"""Default of ``--seed`` for training (LeRobot's value)."""
+
+
+def hf_home() -> Path:
+    """Root of the Hugging Face caches (``HF_HOME``, default ``~/.cache/huggingface``)."""
+    explicit = os.environ.get("HF_HOME")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(base).expanduser() / "huggingface"
+
+
+def lerobot_home() -> Path:
+    """Root of LeRobot's caches (``HF_LEROBOT_HOME``, default ``$HF_HOME/lerobot``)."""
+    explicit = os.environ.get("HF_LEROBOT_HOME")
+    return Path(explicit).expanduser() if explicit else hf_home() / "lerobot"
+
+
+def hub_endpoint() -> str:
+    """Hub base URL without a trailing slash (``HF_ENDPOINT``)."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def hub_offline() -> bool:
+    """Whether ``HF_HUB_OFFLINE`` forbids network access to the Hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def hub_token() -> str | None:
+    """The Hub token from ``HF_TOKEN`` or the login file, read at request time and never stored."""
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if token:
+        return token.strip()
+    path = Path(os.environ.get("HF_TOKEN_PATH", str(hf_home() / "token"))).expanduser()
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def http_failure_log() -> Path | None:
+    """Where failed requests are appended as JSON lines (``REELRAY_HTTP_FAILURE_LOG`` or LeRobot's name)."""
+    value = os.environ.get("REELRAY_HTTP_FAILURE_LOG") or os.environ.get("LEROBOT_HTTP_FAILURE_LOG")
+    return Path(value).expanduser() if value else None
+
+
+def distributed_rank() -> tuple[int, int]:
+    """``(rank, world_size)`` from ``RANK`` and ``WORLD_SIZE`` (defaults 0 and 1).
+
+    Raises:
+        SettingsError: when the pair is not ``0 <= rank < world_size``.
+    """
+    raw_rank, raw_world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    try:
+        rank, world = int(raw_rank), int(raw_world)
+    except ValueError:
+        raise SettingsError(f"RANK={raw_rank!r} and WORLD_SIZE={raw_world!r} must be whole numbers") from None
+    if world <= 0 or not 0 <= rank < world:
+        raise SettingsError(f"expected 0 <= RANK < WORLD_SIZE, found RANK={rank} and WORLD_SIZE={world}")
+    return rank, world
