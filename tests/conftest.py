@@ -1,0 +1,47 @@
+"""Fixtures that every area of the suite shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def _shared_root() -> Path | None:
+    value = os.environ.get("REELRAY_SHARED")
+    return Path(value) if value and (Path(value) / "data").is_dir() else None
+
+
+def pytest_report_header() -> str:
+    root = _shared_root()
+    return "conformance data: " + ("from REELRAY_SHARED" if root else "REELRAY_SHARED is not set, its suites are skipped")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Runs slow and soak tests only when a ``-m`` expression names them; skips conformance suites aloud without their data."""
+    chosen = config.getoption("-m") or ""
+    for item in items:
+        for marker in ("slow", "soak"):
+            if item.get_closest_marker(marker) and marker not in chosen:
+                item.add_marker(pytest.mark.skip(reason=f"marked {marker}: run with -m {marker}"))
+        if item.get_closest_marker("shared") and _shared_root() is None:
+            item.add_marker(pytest.mark.skip(reason="needs the conformance data: set REELRAY_SHARED"))
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The conformance data's parent folder; tests that use it carry the ``shared`` marker."""
+    root = _shared_root()
+    if root is None:
+        pytest.skip("needs the conformance data: set REELRAY_SHARED")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _isolated_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps every test away from the user's Hugging Face caches and tokens."""
+    home = tmp_path_factory.mktemp("hf-home", numbered=True)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.delenv("HF_LEROBOT_HOME", raising=False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
