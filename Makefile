@@ -1,0 +1,46 @@
+# Each target makes its own virtual environment; nothing but Python 3.11+ and make is needed beforehand.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
+
+.PHONY: demo demo-prefeature test slow lint bench wheel clean
+
+demo: $(VENV)/.run
+	$(BIN)/reelray demo --output outputs/demo
+
+demo-prefeature: $(VENV)/.run
+	$(BIN)/python -m train_integration.demo_prefeature
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m "slow and not soak" --timeout 1200
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.run
+	$(BIN)/python -m benchmarks.stream
+
+wheel: $(VENV)/.dev
+	$(BIN)/python -m build --wheel --outdir dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "reelray needs Python 3.11 to 3.13; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
+	$(PIP) -e '.[viz]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
+	$(PIP) -e '.[dev,viz]'
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf dist build outputs .pytest_cache .hypothesis .ruff_cache
