@@ -79,12 +79,12 @@ class DamagedDataError(DatasetError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only fields do not pickle by default; these cross process borders.
-        return (_rebuild_damaged, (type(self), str(self), dict(self.__dict__)))
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
 
 
-def _rebuild_damaged(cls: type[DamagedDataError], message: str, fields: dict[str, object]) -> DamagedDataError:
-    error = cls.__new__(cls)
-    Exception.__init__(error, message)
+def _rebuild(cls: type[ReelrayError], args: tuple[object, ...], fields: dict[str, object]) -> ReelrayError:
+    error = cls.__new__(cls, *args)
+    error.args = args
     error.__dict__.update(fields)
     return error
 
@@ -173,11 +173,83 @@ class CursorError(ReelrayError, ValueError):
 
 
 class RecipeError(ReelrayError, ValueError):
-    """A recipe is invalid; the message names the line and the name at fault."""
+    """A recipe is invalid; the message names the line and the name at fault.
+
+    Attributes:
+        kind: short name of the rule that was broken, for programs.
+        path: keys and list positions from the top of the recipe to the fault.
+        line: 1-based line in ``source``, or None when the recipe did not come from text.
+        source: file name, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "invalid_recipe",
+        path: Sequence[str | int] = (),
+        line: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.path = tuple(path)
+        self.line = line
+        self.source = source
+
+    def __str__(self) -> str:
+        place = [part for part in (self.source, None if self.line is None else f"line {self.line}") if part]
+        dotted = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path).lstrip(".")
+        lead = ", ".join(place)
+        return ": ".join(part for part in (lead, dotted, str(self.args[0]) if self.args else "") if part)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
+
+
+class RecipeTypeError(TypeError, RecipeError):
+    """A recipe field is unknown, missing, or has a value of the wrong type."""
 
 
 class LanguageError(DatasetError):
-    """Language rows break a rule; the message names episode, frame, style and column."""
+    """Language rows break a rule; the message names episode, frame, style and column.
+
+    Attributes:
+        kind: short name of the rule that was broken, for programs.
+        episode: episode index, or None where the caller does not know it.
+        frame: frame index in the episode, or None.
+        style: style of the rows concerned, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "invalid_language",
+        episode: int | None = None,
+        frame: int | None = None,
+        style: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.episode = episode
+        self.frame = frame
+        self.style = style
+
+    def __str__(self) -> str:
+        # Also keeps KeyError from quoting the message of the subclass below.
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
+
+
+class LanguageTypeError(TypeError, LanguageError):
+    """A language row or query has a value of the wrong type."""
+
+
+class LanguageKeyError(LanguageError, KeyError):
+    """A sample or row lacks a key that rendering needs."""
 
 
 class StreamClosedError(ReelrayError, RuntimeError):
