@@ -207,7 +207,7 @@ class RecipeError(ReelrayError, ValueError):
         return (_rebuild, (type(self), self.args, dict(self.__dict__)))
 
 
-class RecipeTypeError(TypeError, RecipeError):
+class RecipeTypeError(RecipeError, TypeError):
     """A recipe field is unknown, missing, or has a value of the wrong type."""
 
 
@@ -244,7 +244,7 @@ class LanguageError(DatasetError):
         return (_rebuild, (type(self), self.args, dict(self.__dict__)))
 
 
-class LanguageTypeError(TypeError, LanguageError):
+class LanguageTypeError(LanguageError, TypeError):
     """A language row or query has a value of the wrong type."""
 
 
