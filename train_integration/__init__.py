@@ -1,1 +1,1 @@
-"""."""
+"""Ray Train on top: data hand-off, sample streams, checkpoints and the training job."""

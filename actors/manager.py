@@ -1,0 +1,117 @@
+"""One manager per job: it makes the node services, owns them, and takes them with it when it ends.
+
+An actor made by a Train worker would die with that worker. The manager is made by the driver and never detached, so
+worker deaths leave the services alone, and the end of the driver, however it comes, removes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.decode_pool import DecodeActor
+from ingest import __version__
+from ingest.errors import ResourceUnavailableError, VersionSkewError
+
+_LOG = logging.getLogger("reelray.actors")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """How many decode actors a node gets, and what each reserves.
+
+    Attributes:
+        actors: decode actors per node; None takes the node's free CPUs, and one where none is free.
+        cpus: logical CPUs that each actor reserves; 0 where none is free and ``actors`` is None.
+        start_timeout_s: seconds to wait for an actor to be scheduled and to answer.
+    """
+
+    actors: int | None = None
+    cpus: float = 1.0
+    start_timeout_s: float = 60.0
+
+
+def node_label(node_id: str) -> str:
+    """A short name of a node for dashboards and messages."""
+    return node_id[:8]
+
+
+class _Manager:
+    def __init__(self, version: str, settings: PoolSettings) -> None:
+        if version != __version__:
+            raise VersionSkewError(
+                f"the driver runs reelray {version}, this node runs {__version__}: install one version on every node, "
+                "or ship it with runtime_env py_modules"
+            )
+        self._settings = settings
+        self._pools: dict[str, list[ActorHandle]] = {}
+
+    def decode_pool(self, node_id: str) -> list[ActorHandle]:
+        """The decode actors of one node, made at the first request."""
+        if node_id not in self._pools:
+            self._pools[node_id] = self._make_pool(node_id)
+        return self._pools[node_id]
+
+    def pools(self) -> dict[str, int]:
+        """How many decode actors each node has."""
+        return {node_id: len(pool) for node_id, pool in self._pools.items()}
+
+    def _make_pool(self, node_id: str) -> list[ActorHandle]:
+        settings = self._settings
+        free = ray.state.available_resources_per_node().get(node_id, {}).get("CPU", 0.0)
+        count, cpus = settings.actors, settings.cpus
+        if count is None:
+            count = int(free // cpus) if cpus > 0 else 1
+            if count < 1:
+                count, cpus = 1, 0.0
+                _LOG.warning(
+                    "node %s has %.1f free CPUs: one decode actor shares the others' CPUs; leave CPUs free for faster decoding",
+                    node_label(node_id),
+                    free,
+                )
+        actors = [
+            DecodeActor.options(  # pyright: ignore[reportAttributeAccessIssue]
+                name=f"reelray-decode-{node_label(node_id)}-{number}-{ray.get_runtime_context().get_actor_id()[:8]}",
+                num_cpus=cpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                max_restarts=-1,
+                max_task_retries=0,
+            ).remote(__version__)
+            for number in range(count)
+        ]
+        pings = [actor.ping.remote() for actor in actors]
+        ready, late = ray.wait(pings, num_returns=len(pings), timeout=settings.start_timeout_s)
+        if late:
+            for actor in actors:
+                ray.kill(actor)
+            raise ResourceUnavailableError(
+                f"{len(late)} of {count} decode actors were not scheduled on node {node_label(node_id)} within "
+                f"{settings.start_timeout_s:.0f} s: each asks for {cpus:g} CPU and the node had {free:g} free; "
+                "lower --decode-actors or the CPUs of the Train workers"
+            )
+        ray.get(ready)  # raises VersionSkewError of an actor
+        return actors
+
+
+def start_manager(settings: PoolSettings | None = None) -> ActorHandle:
+    """Starts the job's manager. Call it in the driver and keep the handle: the services live as long as it does.
+
+    Raises:
+        ResourceUnavailableError: the manager was not scheduled within 10 s.
+    """
+    manager: Any = ray.remote(_Manager).options(num_cpus=0, max_concurrency=16).remote(__version__, settings or PoolSettings())
+    start = time.monotonic()
+    ready, _ = ray.wait([manager.pools.remote()], timeout=30)
+    if not ready:
+        raise ResourceUnavailableError(
+            f"the service manager was not scheduled within {time.monotonic() - start:.0f} s although it asks for 0 CPUs; "
+            "check `ray status` for nodes that are starting or out of memory"
+        )
+    ray.get(ready)
+    return manager

@@ -1,0 +1,47 @@
+"""Streams LeRobotDataset v3 video into Ray Train: every frame exactly once, in a deterministic order.
+
+Public names are loaded when first used, so that ``import reelray`` needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ingest import __version__
+
+if TYPE_CHECKING:
+    from ingest.datasource import EpisodeDatasource, read_episodes
+    from ingest.engine import Dataset, iter_samples, open_dataset
+    from ingest.plan import PlanSettings, plan_epoch
+    from train_integration.config import EpisodeDataConfig
+    from train_integration.options import StreamConfig
+    from train_integration.stream import SampleStream, get_sample_stream
+
+_HOME = {
+    "Dataset": "ingest.engine",
+    "open_dataset": "ingest.engine",
+    "iter_samples": "ingest.engine",
+    "PlanSettings": "ingest.plan",
+    "plan_epoch": "ingest.plan",
+    "EpisodeDatasource": "ingest.datasource",
+    "read_episodes": "ingest.datasource",
+    "EpisodeDataConfig": "train_integration.config",
+    "StreamConfig": "train_integration.options",
+    "SampleStream": "train_integration.stream",
+    "get_sample_stream": "train_integration.stream",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'reelray' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

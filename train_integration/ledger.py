@@ -1,0 +1,127 @@
+"""The record of what was delivered: one row per sample, and which rows count.
+
+Ranks send their rows as they deliver them. When a group of ranks starts again from a cursor, the rows that an earlier
+attempt delivered beyond that cursor are kept but marked as not committed: they are delivered again, identically.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+from numpy.typing import NDArray
+
+ORDER_SCHEMA: dict[str, np.dtype[Any]] = {
+    "dataset": np.dtype(np.int32),
+    "epoch": np.dtype(np.int64),
+    "rank": np.dtype(np.int32),
+    "worker": np.dtype(np.int32),
+    "step": np.dtype(np.int64),
+    "position": np.dtype(np.int64),
+    "episode_index": np.dtype(np.int64),
+    "frame_index": np.dtype(np.int64),
+    "index": np.dtype(np.int64),
+    "is_pad": np.dtype(np.bool_),
+    "committed": np.dtype(np.bool_),
+    "t_ns": np.dtype(np.int64),
+}
+"""Columns of an order file; one ``digest:<camera>`` column (uint64, xxh3-64 of the HWC bytes) per camera follows."""
+
+Rows = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    attempt: int
+    segment: int
+    rows: Rows
+
+
+class OrderRecord:
+    """Collects rows of every rank and attempt, and knows how far all ranks have committed."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
+        self._attempt = -1
+        self._committed_to: list[tuple[int, int, int]] = []  # per attempt start: epoch, segment, batches
+        self._next_step: dict[tuple[int, int], int] = {}  # (epoch, rank) of this attempt → batches delivered
+        self._finished: dict[tuple[int, int], int] = {}
+
+    def begin(self, *, epoch: int, segment: int, batches: int) -> int:
+        """Starts an attempt at a cursor and returns its number.
+
+        Args:
+            epoch: epoch of the cursor.
+            segment: number of topology segments before the one that now runs.
+            batches: batches that every rank had committed in the last segment of the cursor.
+        """
+        self._attempt += 1
+        self._committed_to.append((epoch, segment, batches))
+        self._next_step.clear()
+        self._finished.clear()
+        return self._attempt
+
+    def add(self, attempt: int, segment: int, rank: int, rows: Rows, *, finished_epoch: int | None = None) -> None:
+        """Takes rows of whole batches that one rank delivered. Rows of a superseded attempt are kept as history."""
+        if len(rows["step"]):
+            self._parts.append(_Part(attempt, segment, rows))
+            if attempt == self._attempt:
+                self._next_step[int(rows["epoch"][-1]), rank] = int(rows["step"][-1]) + 1
+        if finished_epoch is not None and attempt == self._attempt:
+            self._finished[finished_epoch, rank] = 1
+
+    def committed_batches(self, epoch: int, world_size: int, start: int) -> int | None:
+        """Batches of ``epoch`` that every rank has delivered; None when every rank has finished the epoch."""
+        open_ranks = [rank for rank in range(world_size) if (epoch, rank) not in self._finished]
+        if not open_ranks:
+            return None
+        return min(self._next_step.get((epoch, rank), start) for rank in open_ranks)
+
+    def columns(self) -> Rows:
+        """All rows, ordered by attempt, rank and step, with ``committed`` filled in."""
+        parts = sorted(self._parts, key=lambda part: part.attempt)
+        if not parts:
+            return {name: np.empty(0, dtype) for name, dtype in ORDER_SCHEMA.items()}
+        tables: list[Rows] = []
+        for part in parts:
+            committed = np.ones(len(part.rows["step"]), dtype=np.bool_)
+            for later in self._committed_to[part.attempt + 1 :]:
+                committed &= _before(part, later)
+            tables.append({**part.rows, "committed": committed})
+        names = list(dict.fromkeys(name for table in tables for name in table))
+        joined = {name: np.concatenate([table[name] for table in tables]) for name in names}
+        order = np.lexsort((joined["position"], joined["step"], joined["rank"], joined["epoch"], ~joined["committed"]))
+        return {name: values[order] for name, values in joined.items()}
+
+
+def _before(part: _Part, start: tuple[int, int, int]) -> NDArray[np.bool_]:
+    """Which rows of a part lie before the cursor at which a later attempt started."""
+    epoch, segment, batches = start
+    rows_epoch, step = part.rows["epoch"], part.rows["step"]
+    same = (step < batches) if part.segment == segment else np.full(len(step), part.segment < segment)
+    return (rows_epoch < epoch) | ((rows_epoch == epoch) & same)
+
+
+def order_table(columns: Rows) -> pa.Table:
+    """Arrow table of an order file: the fixed columns in their order, then the digests."""
+    digests = sorted(name for name in columns if name.startswith("digest:"))
+    names = [name for name in ORDER_SCHEMA if name in columns] + digests
+    return pa.table({name: pa.array(columns[name]) for name in names})
+
+
+def write_order(path: Path, columns: Rows) -> None:
+    """Writes an order file as parquet, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    pq.write_table(order_table(columns), temporary)
+    temporary.replace(path)
+
+
+def start_ledger() -> Any:
+    """An `OrderRecord` as an actor owned by the caller's driver; it reserves no CPU."""
+    return ray.remote(OrderRecord).options(num_cpus=0).remote()
