@@ -119,7 +119,9 @@ def _help(arguments: Sequence[str]) -> int:
     if not asked and not group:
         print(f"reelray: unknown command {arguments[0]!r}; `reelray --help` lists them", file=sys.stderr)
         return 2
-    print("usage: reelray COMMAND [options]\n\nreelray streams LeRobotDataset v3 video into Ray Train, every frame exactly once.\n\ncommands:")
+    print(
+        "usage: reelray COMMAND [options]\n\nreelray streams LeRobotDataset v3 video into Ray Train, every frame exactly once.\n\ncommands:"
+    )
     for name in group or COMMANDS:
         print(f"  {name:22s} {COMMANDS[name].summary}")
     print("\n`reelray COMMAND --help` lists a command's options.")

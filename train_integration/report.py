@@ -74,9 +74,13 @@ def line_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: st
         colour = _COLOURS[number % len(_COLOURS)]
         points = " ".join(place(x, y) for x, y in zip(line.x, line.y, strict=True))
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{points}"/>')
-        parts.append(f'<text x="{width - right - 6}" y="{top + 14 + 16 * number}" text-anchor="end" style="fill:{colour}">{escape(line.name)}</text>')
+        parts.append(
+            f'<text x="{width - right - 6}" y="{top + 14 + 16 * number}" text-anchor="end" style="fill:{colour}">{escape(line.name)}</text>'
+        )
     parts.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(f'<text x="14" y="{height / 2:.0f}" text-anchor="middle" transform="rotate(-90 14 {height / 2:.0f})">{escape(y_label)}</text></svg>')
+    parts.append(
+        f'<text x="14" y="{height / 2:.0f}" text-anchor="middle" transform="rotate(-90 14 {height / 2:.0f})">{escape(y_label)}</text></svg>'
+    )
     return f"<figure>{''.join(parts)}<figcaption>{escape(title)}</figcaption></figure>"
 
 

@@ -1,0 +1,254 @@
+"""From rows and decoded pictures to batches: windows, masks, tasks, and the form that samples have.
+
+Both the single-process engine and the Ray stream assemble with this code; they differ only in where pictures come from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.engine.spec import SampleSpec
+from ingest.engine.unit import UnitData
+from ingest.errors import RowsError
+from ingest.lerobot.columns import item_value
+from ingest.lerobot.images import decode_cell
+from ingest.storage.base import Store
+
+Sample = dict[str, Any]
+"""One sample or one batch, by feature key."""
+
+PictureOf = Callable[[int, str, int], NDArray[Any]]
+"""``(unit number, camera, episode frame)`` → the decoded picture, HWC."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """What a random transform of one picture may depend on, so that it is the same in every topology and after a resume.
+
+    Attributes:
+        seed: order seed.
+        epoch: epoch number.
+        index: global frame index of the anchor.
+        camera: feature key.
+    """
+
+    seed: int
+    epoch: int
+    index: int
+    camera: str
+
+
+Transform = Callable[[NDArray[Any], SampleKey], NDArray[Any]]
+"""An injected picture transform: HWC uint8 in, HWC out (same shape for every sample)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSamples:
+    """Which samples a batch holds.
+
+    Attributes:
+        unit: int64[B], unit numbers of the plan.
+        frame: int64[B], episode frame numbers of the anchors.
+        is_pad: bool[B], true for masked repeats.
+        seed: order seed.
+        epoch: epoch number.
+    """
+
+    unit: NDArray[np.int64]
+    frame: NDArray[np.int64]
+    is_pad: NDArray[np.bool_]
+    seed: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+
+class BufferPool:
+    """Arrays for batches, used again once nobody refers to them any more: fresh memory costs more than the copy into it."""
+
+    def __init__(self, keep: int = 4) -> None:
+        self._keep = keep
+        self._arrays: dict[tuple[tuple[int, ...], np.dtype[Any]], list[NDArray[Any]]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array with undefined content that nothing else refers to."""
+        pool = self._arrays.setdefault((shape, dtype), [])
+        for array in pool:
+            # The list, the loop variable and getrefcount's argument; views and tensors made from it would add to that.
+            if sys.getrefcount(array) == 3:
+                return array
+        array: NDArray[Any] = np.empty(shape, dtype)
+        if len(pool) < self._keep:
+            pool.append(array)
+        return array
+
+
+class BatchAssembler:
+    """Gathers batches.
+
+    Args:
+        spec: what a sample consists of.
+        store: where pictures that parquet cells name by path are read from.
+        as_uint8: deliver pictures as uint8 instead of float32 in [0, 1].
+        transform: applied to every colour picture.
+        buffers: where batch memory comes from; None allocates each batch anew.
+    """
+
+    def __init__(
+        self,
+        spec: SampleSpec,
+        store: Store,
+        *,
+        as_uint8: bool,
+        transform: Transform | None = None,
+        buffers: BufferPool | None = None,
+    ) -> None:
+        self.spec = spec
+        self._store = store
+        self._as_uint8 = as_uint8
+        self._transform = transform
+        self._buffers = buffers
+
+    def batch(self, planned: PlannedSamples, units: Mapping[int, UnitData], picture_of: PictureOf) -> Sample:
+        """One batch.
+
+        Args:
+            planned: which samples.
+            units: fetched units, at least those that ``planned`` names.
+            picture_of: decoded pictures.
+
+        Returns:
+            Per feature an array of shape (B, *item shape), a list of B values for features that are no numbers, bool
+            (B, T) ``<key>_is_pad`` for each window, ``task`` as a list of texts, and ``is_pad``, bool (B,), true for
+            masked repeats. Pictures are (B, C, H, W) or (B, T, C, H, W) views whose memory is channels-last.
+        """
+        groups = [(number, np.flatnonzero(planned.unit == number)) for number in dict.fromkeys(planned.unit.tolist())]
+        out: Sample = {}
+        index = np.zeros(len(planned), dtype=np.int64)
+        for number, places in groups:
+            rows = units[number].rows
+            index[places] = rows.numbers["index"][planned.frame[places] - rows.first]
+        for camera in self.spec.cameras:
+            self._pictures(out, camera, planned, groups, units, picture_of, index)
+        for key in self.spec.images:
+            self._pictures(out, key, planned, groups, units, self._stored_picture(key, units), index)
+        for key in self.spec.columns:
+            self._column(out, key, planned, groups, units)
+        out["task"] = self._tasks(planned, units)
+        out["is_pad"] = planned.is_pad
+        return out
+
+    def sample(self, unit: UnitData, frame: int, picture_of: PictureOf, *, seed: int, epoch: int) -> Sample:
+        """One sample with the keys, shapes and dtypes of the map-style item (no leading batch axis, no ``is_pad``)."""
+        planned = PlannedSamples(np.zeros(1, np.int64), np.array([frame], np.int64), np.zeros(1, np.bool_), seed, epoch)
+        batch = self.batch(planned, {0: unit}, picture_of)
+        del batch["is_pad"]
+        return {key: value[0] for key, value in batch.items()}
+
+    def _pictures(
+        self,
+        out: Sample,
+        key: str,
+        planned: PlannedSamples,
+        groups: Sequence[tuple[int, NDArray[np.intp]]],
+        units: Mapping[int, UnitData],
+        picture_of: PictureOf,
+        index: NDArray[np.int64],
+    ) -> None:
+        memory: NDArray[Any] | None = None
+        pad: NDArray[np.bool_] | None = None
+        windowed = key in self.spec.windows
+        for number, places in groups:
+            length = units[number].episode_length
+            frames = self.spec.picture_frames(key, planned.frame[places], length)
+            if windowed:
+                pad = np.empty((len(planned), frames.shape[1]), np.bool_) if pad is None else pad
+                pad[places] = self.spec.windows.indices_many(key, planned.frame[places], length)[1]
+            for place, row in zip(places.tolist(), frames.tolist(), strict=True):
+                for moment, frame in enumerate(row):
+                    picture = picture_of(number, key, frame)
+                    if self._transform is not None and picture.ndim == 3 and picture.shape[2] == 3:
+                        picture = self._transform(picture, SampleKey(planned.seed, planned.epoch, int(index[place]), key))
+                    if memory is None:
+                        memory = self._take((len(planned), frames.shape[1], *picture.shape), picture.dtype)
+                    memory[place, moment] = picture
+        assert memory is not None  # a batch holds at least one sample
+        shown = memory if memory.ndim == 4 else np.moveaxis(memory, -1, -3)
+        if not windowed:
+            shown = shown[:, 0]
+        if not self._as_uint8 and memory.dtype == np.uint8:
+            # Division, not multiplication with the reciprocal, gives the very floats of the map-style reader.
+            shown = np.ascontiguousarray(shown).astype(np.float32) / np.float32(255)
+        out[key] = shown
+        if pad is not None:
+            out[f"{key}_is_pad"] = pad
+
+    def _take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        return np.empty(shape, dtype) if self._buffers is None else self._buffers.take(shape, dtype)
+
+    def _stored_picture(self, key: str, units: Mapping[int, UnitData]) -> PictureOf:
+        def picture(number: int, _camera: str, frame: int) -> NDArray[Any]:
+            unit = units[number]
+
+            def fail(message: str) -> RowsError:
+                return RowsError(f"{self._store.url}: episode {unit.episode}, frame {frame}: {message}", episode=unit.episode, camera=key)
+
+            cell = unit.rows.others.column(key)[frame - unit.rows.first].as_py()
+            return decode_cell(cell, self.spec.features[key], self._store, fail)
+
+        return picture
+
+    def _column(
+        self,
+        out: Sample,
+        key: str,
+        planned: PlannedSamples,
+        groups: Sequence[tuple[int, NDArray[np.intp]]],
+        units: Mapping[int, UnitData],
+    ) -> None:
+        windowed = key in self.spec.windows
+        values: NDArray[Any] | None = None
+        loose: list[Any] = [None] * len(planned)
+        pad: NDArray[np.bool_] | None = None
+        for number, places in groups:
+            unit = units[number]
+            anchors = planned.frame[places]
+            frames = anchors
+            if windowed:
+                frames, clipped = self.spec.windows.indices_many(key, anchors, unit.episode_length)
+                pad = np.empty((len(planned), frames.shape[1]), np.bool_) if pad is None else pad
+                pad[places] = clipped
+            local = frames - unit.rows.first
+            if key in unit.rows.numbers:
+                gathered = unit.rows.numbers[key][local]
+                if values is None:
+                    values = np.empty((len(planned), *gathered.shape[1:]), gathered.dtype)
+                values[places] = gathered
+            else:
+                column = unit.rows.others.column(key)
+                for place, rows in zip(places.tolist(), local.tolist(), strict=True):
+                    loose[place] = [item_value(column[row].as_py()) for row in rows] if windowed else item_value(column[rows].as_py())
+        if values is None:
+            out[key] = loose
+        elif any(key in units[number].rows.others.column_names for number, _ in groups):
+            # One episode has nulls where another has numbers: values of a mixed batch are delivered one by one.
+            numeric = {place for number, places in groups if key in units[number].rows.numbers for place in places.tolist()}
+            out[key] = [values[place] if place in numeric else loose[place] for place in range(len(planned))]
+        else:
+            out[key] = values
+        if pad is not None:
+            out[f"{key}_is_pad"] = pad
+
+    def _tasks(self, planned: PlannedSamples, units: Mapping[int, UnitData]) -> list[str]:
+        texts: list[str] = []
+        for number, frame in zip(planned.unit.tolist(), planned.frame.tolist(), strict=True):
+            rows = units[number].rows
+            texts.append(rows.tasks[int(rows.numbers["task_index"][frame - rows.first])] if "task_index" in rows.numbers else "")
+        return texts

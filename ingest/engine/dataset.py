@@ -1,0 +1,353 @@
+"""A dataset opened for reading, in one process: the oracle that every other way of delivery is compared with."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, Transform
+from ingest.engine.counters import Counters
+from ingest.engine.damage import DamagePolicy, DamageReport
+from ingest.engine.fetch import UnitReader, UnitRequest
+from ingest.engine.pictures import PictureForm, decode_run, groups
+from ingest.engine.spec import ReadOptions, SampleSpec
+from ingest.engine.unit import UnitData
+from ingest.errors import DamagedDataError, PictureCountError, SelectionError, SettingsError
+from ingest.lerobot.selection import select_episodes
+from ingest.lerobot.source import Source, open_source
+from ingest.settings import DEFAULT_STREAMING_SEED
+from ingest.storage.base import Store
+from ingest.storage.local import LocalStore
+from ingest.video.index import ProbingIndex, VideoIndex
+
+_LOG = logging.getLogger("reelray.engine")
+
+DECODED_CACHE_BYTES = 2 << 30
+"""Decoded pictures that the single-process engine keeps, at most."""
+
+
+class RenderStage(Protocol):
+    """An injected stage that turns a sample into another one, for example a language recipe's messages."""
+
+    def __call__(self, sample: Sample) -> Sample:
+        """Returns the sample to deliver; must be a pure function of the sample."""
+        ...
+
+
+class PlannedBatch(Protocol):
+    """What the engine needs of a planned batch."""
+
+    @property
+    def unit(self) -> NDArray[np.int64]: ...
+    @property
+    def frame(self) -> NDArray[np.int64]: ...
+    @property
+    def is_pad(self) -> NDArray[np.bool_]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTable:
+    """Units of a dataset as arrays, in selection order; the planner's input without its class.
+
+    Attributes:
+        episode: int64[U].
+        lo: int64[U], first anchor frame.
+        hi: int64[U], one past the last anchor frame.
+        nbytes: int64[U], compressed bytes to fetch.
+        pictures: int64[U], pictures over all cameras.
+    """
+
+    episode: NDArray[np.int64]
+    lo: NDArray[np.int64]
+    hi: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    pictures: NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Dataset:
+    """An opened dataset. Random access by `sample`; epochs by `iter_samples` and `iter_batches`.
+
+    Attributes:
+        source: metadata.
+        index: sample tables of the video files.
+        spec: what samples consist of.
+        selection: int64[E], selected episodes in selection order, damaged ones excluded.
+        as_uint8: whether pictures are uint8 instead of float32 in [0, 1].
+        transform: injected picture transform.
+        render: injected sample stage.
+        damage: episodes that the damage policy dropped.
+        counters: running totals.
+    """
+
+    source: Source
+    index: VideoIndex
+    spec: SampleSpec
+    selection: NDArray[np.int64]
+    as_uint8: bool
+    transform: Transform | None
+    render: RenderStage | None
+    damage: DamageReport
+    counters: Counters
+    _lengths: NDArray[np.int64] = field(init=False)
+    _starts: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = np.array([self.source.episodes.row(int(episode)) for episode in self.selection], dtype=np.int64)
+        self._lengths = self.source.episode_frames()[rows].astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Frames of each selected episode, int64[E]."""
+        return self._lengths
+
+    @property
+    def num_episodes(self) -> int:
+        """Selected episodes."""
+        return len(self.selection)
+
+    @property
+    def num_frames(self) -> int:
+        """Selected frames."""
+        return int(self._starts[-1])
+
+    @property
+    def fps(self) -> float:
+        """Frames per second."""
+        return self.spec.fps
+
+    def __len__(self) -> int:
+        return self.num_frames
+
+    def __getitem__(self, position: int) -> Sample:
+        """The sample at a position of the selection, frame by frame in selection order."""
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"position {position} of a selection of {len(self)} frames")
+        position %= len(self)
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return self.sample(int(self.selection[number]), position - int(self._starts[number]))
+
+    def sample(self, episode: int, frame: int) -> Sample:
+        """One sample, equal to the map-style item of LeRobot in keys, shapes, dtypes and values.
+
+        Args:
+            episode: episode index; it must be selected.
+            frame: frame of the episode, from 0.
+
+        Raises:
+            SelectionError: the episode is not selected or has no such frame.
+            DamagedDataError: what the sample needs is missing or wrong.
+        """
+        place = np.flatnonzero(self.selection == episode)
+        if not len(place):
+            raise SelectionError(f"{self.source.store.url}: episode {episode} is not selected")
+        length = int(self._lengths[place[0]])
+        if not 0 <= frame < length:
+            raise SelectionError(f"{self.source.store.url}: episode {episode} has frames 0..{length - 1}, frame {frame} was asked for")
+        reader = UnitReader(self.source, self.index, self.spec, self.counters)
+        unit = reader.read(UnitRequest(0, episode, frame, frame + 1))
+        pictures = DecodedUnits(self.spec, self.counters, DECODED_CACHE_BYTES)
+        sample = self.assembler().sample(unit, frame, pictures.bind({0: unit}), seed=DEFAULT_STREAMING_SEED, epoch=0)
+        return sample if self.render is None else self.render(sample)
+
+    def assembler(self, **options: Any) -> BatchAssembler:
+        """An assembler for this dataset's samples."""
+        return BatchAssembler(self.spec, self.source.store, as_uint8=self.as_uint8, transform=self.transform, **options)
+
+    def reader(self) -> UnitReader:
+        """A reader for this dataset's units."""
+        return UnitReader(self.source, self.index, self.spec, self.counters)
+
+    def unit_pictures(self, lo: NDArray[np.int64], hi: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pictures that units hold when they are decoded whole, windows included, over all cameras."""
+        total = np.zeros(len(lo), dtype=np.int64)
+        for camera in self.spec.cameras:
+            deltas = self.spec.windows.deltas.get(camera, np.zeros(1, np.int64))
+            first = np.maximum(0, lo + min(0, int(deltas.min())))
+            stop = np.minimum(lengths, hi + max(0, int(deltas.max())))
+            total += stop - first
+        return total
+
+    def iter_batches(self, units: UnitTable, batches: Iterator[tuple[PlannedBatch, int]], *, seed: int) -> Iterator[Sample]:
+        """Delivers planned batches, one after another, in this process.
+
+        Args:
+            units: the units that the plan numbers.
+            batches: planned batches with their epoch, in the order to deliver.
+            seed: order seed, for reproducible transforms.
+        """
+        reader, assembler = self.reader(), self.assembler()
+        held: OrderedDict[int, UnitData] = OrderedDict()
+        pictures = DecodedUnits(self.spec, self.counters, DECODED_CACHE_BYTES)
+        for planned, epoch in batches:
+            for number in dict.fromkeys(planned.unit.tolist()):
+                if number not in held:
+                    request = UnitRequest(0, int(units.episode[number]), int(units.lo[number]), int(units.hi[number]))
+                    held[number] = reader.read(request)
+                held.move_to_end(number)
+            while len(held) > 256:
+                pictures.drop(held.popitem(last=False)[0])
+            samples = PlannedSamples(planned.unit, planned.frame, planned.is_pad, seed, epoch)
+            batch = assembler.batch(samples, held, pictures.bind(held))
+            self.counters.add("reelray_samples_delivered", int(np.count_nonzero(~planned.is_pad)))
+            yield batch if self.render is None else render_batch(self.render, batch)
+
+
+def render_batch(render: RenderStage, batch: Sample) -> Sample:
+    """Applies a sample stage to each sample of a batch. What it adds becomes one list per key."""
+    size = len(batch["is_pad"])
+    rendered = [render({key: value[place] for key, value in batch.items()}) for place in range(size)]
+    added = {key for sample in rendered for key in sample} - set(batch)
+    removed = {key for key in batch if all(key not in sample for sample in rendered)}
+    out = {key: value for key, value in batch.items() if key not in removed}
+    out.update({key: [sample.get(key) for sample in rendered] for key in sorted(added)})
+    return out
+
+
+class DecodedUnits:
+    """Decoded groups of pictures, the least recently used dropped first."""
+
+    def __init__(self, spec: SampleSpec, counters: Counters, budget_bytes: int) -> None:
+        self._forms = {camera: PictureForm.of(spec, camera) for camera in spec.cameras}
+        self._counters = counters
+        self._budget = budget_bytes
+        self._used = 0
+        self._groups: OrderedDict[tuple[int, str, int], tuple[int, NDArray[Any]]] = OrderedDict()
+        self._edges: dict[tuple[int, str], NDArray[np.int64]] = {}
+
+    def bind(self, units: Mapping[int, UnitData]) -> Any:
+        """A `PictureOf` over some fetched units."""
+
+        def picture(number: int, camera: str, frame: int) -> NDArray[Any]:
+            return self._picture(number, units[number], camera, frame)
+
+        return picture
+
+    def drop(self, number: int) -> None:
+        """Forgets everything about one unit."""
+        for key in [key for key in self._groups if key[0] == number]:
+            self._used -= self._groups.pop(key)[1].nbytes
+        for edge in [edge for edge in self._edges if edge[0] == number]:
+            del self._edges[edge]
+
+    def _picture(self, number: int, unit: UnitData, camera: str, frame: int) -> NDArray[Any]:
+        track = unit.tracks[camera]
+        local = frame - track.first
+        if (number, camera) not in self._edges:
+            everything = np.arange(track.pictures, dtype=np.int64)
+            self._edges[number, camera] = np.array([group[0] for group in groups(track, everything)], dtype=np.int64)
+        edges = self._edges[number, camera]
+        group = int(np.searchsorted(edges, local, side="right")) - 1
+        key = (number, camera, group)
+        if key not in self._groups:
+            first = int(edges[group])
+            stop = int(edges[group + 1]) if group + 1 < len(edges) else track.pictures
+            self._put(key, first, self._decode(unit, camera, np.arange(first, stop, dtype=np.int64)))
+        self._groups.move_to_end(key)
+        first, pictures = self._groups[key]
+        return pictures[local - first]
+
+    def _decode(self, unit: UnitData, camera: str, wanted: NDArray[np.int64]) -> NDArray[Any]:
+        track, form = unit.tracks[camera], self._forms[camera]
+        writer = form.writer()
+        pictures = np.empty((len(wanted), *writer.shape(track.table)), writer.dtype)
+        try:
+            decoded = decode_run(track, wanted, form, list(pictures))
+        except DamagedDataError as error:
+            error.episode = unit.episode if error.episode is None else error.episode
+            raise
+        self._counters.add("reelray_pictures_decoded", decoded)
+        return pictures
+
+    def _put(self, key: tuple[int, str, int], first: int, pictures: NDArray[Any]) -> None:
+        self._groups[key] = (first, pictures)
+        self._used += pictures.nbytes
+        while self._used > self._budget and len(self._groups) > 1:
+            _, (_, dropped) = self._groups.popitem(last=False)
+            self._used -= dropped.nbytes
+
+
+def open_dataset(
+    source: str | Path | Store,
+    *,
+    episodes: Sequence[int] | None = None,
+    exclude_episodes: Sequence[int] | None = None,
+    options: ReadOptions | None = None,
+    image_transforms: Transform | None = None,
+    render: RenderStage | None = None,
+    return_uint8: bool = False,
+    damage: DamagePolicy = "error",
+    allow_unknown_version: bool = False,
+    index: VideoIndex | None = None,
+    **read_options: Any,
+) -> Dataset:
+    """Opens a LeRobotDataset v3 for reading.
+
+    Args:
+        source: local directory, or an opened store.
+        episodes: episodes to read, in the order to read them; None reads all.
+        exclude_episodes: episodes to leave out.
+        options: how to read; or give the fields of `ReadOptions` as keywords.
+        image_transforms: injected picture transform.
+        render: injected sample stage.
+        return_uint8: deliver uint8 pictures instead of float32 in [0, 1].
+        damage: ``error`` refuses a dataset whose video files do not hold the pictures of the selected rows;
+            ``skip_episode`` drops those episodes whole and reports them in ``Dataset.damage``.
+        allow_unknown_version: also read a missing or future codebase version.
+        index: sample tables; None reads file heads as needed.
+        **read_options: fields of `ReadOptions`.
+
+    Raises:
+        DatasetError: the dataset cannot be read as asked; see its subclasses.
+    """
+    if options is not None and read_options:
+        raise SettingsError(f"give either options or {', '.join(read_options)}, not both")
+    store = LocalStore.at(source) if isinstance(source, str | Path) else source
+    opened = open_source(store, allow_unknown_version=allow_unknown_version)
+    for warning in opened.warnings:
+        _LOG.warning("%s: %s", store.url, warning)
+    spec = SampleSpec.resolve(opened.info, options or ReadOptions(**read_options))
+    selection = select_episodes(opened, episodes, exclude_episodes)
+    index = index or ProbingIndex(store)
+    report = DamageReport()
+    for episode, error in damaged_videos(opened, index, spec, selection).items():
+        if damage == "error":
+            raise error
+        frames = int(opened.episodes.length[opened.episodes.row(episode)])
+        report.add(error, dataset=0, episode=episode, step=0, frames=frames)
+        _LOG.warning("episode %d (%d frames) is dropped: %s", episode, frames, error)
+    kept = selection[~np.isin(selection, report.episodes)] if report.records else selection
+    if not len(kept):
+        raise SelectionError(f"{store.url}: every selected episode is damaged; the first: {report.records[0].message}")
+    return Dataset(opened, index, spec, kept, return_uint8, image_transforms, render, report, Counters())
+
+
+def damaged_videos(source: Source, index: VideoIndex, spec: SampleSpec, selection: NDArray[np.int64]) -> dict[int, DamagedDataError]:
+    """Selected episodes whose pictures are not all there, with the error that says so. Reads file heads only."""
+    damaged: dict[int, DamagedDataError] = {}
+    for camera in spec.cameras:
+        mapped = source.camera_map(camera)
+        rows = np.array([source.episodes.row(int(episode)) for episode in selection], dtype=np.int64)
+        for number in np.unique(mapped.file[rows]).tolist():
+            path = mapped.paths[number]
+            try:
+                source.check_pictures(path, camera, index.table(path).pictures)
+            except PictureCountError as error:
+                hit = [episode for episode in error.episodes if episode in set(selection.tolist())]
+                for episode in hit:
+                    damaged.setdefault(episode, error)
+            except DamagedDataError as error:
+                hit = selection[mapped.file[rows] == number].tolist()
+                error.episodes = tuple(hit)
+                error.camera = camera
+                for episode in hit:
+                    damaged.setdefault(int(episode), error)
+    return dict(sorted(damaged.items()))

@@ -1,0 +1,110 @@
+"""Reads a unit: its rows, and exactly the video bytes that its pictures need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import pyarrow as pa
+
+from ingest.engine.counters import Counters
+from ingest.engine.spec import SampleSpec
+from ingest.engine.unit import Track, UnitData, UnitRows, localise
+from ingest.errors import DamagedDataError, PictureCountError
+from ingest.lerobot.rows import EpisodeRows, RowReader
+from ingest.lerobot.source import Source
+from ingest.video.index import VideoIndex
+from ingest.video.spans import picture_span
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRequest:
+    """Which unit to read.
+
+    Attributes:
+        dataset: number of the dataset in a mixture, 0 otherwise.
+        episode: episode index.
+        lo: first anchor frame.
+        hi: one past the last anchor frame.
+    """
+
+    dataset: int
+    episode: int
+    lo: int
+    hi: int
+
+
+class UnitReader:
+    """Reads units of one dataset. Thread-safe.
+
+    Args:
+        source: the dataset.
+        index: sample tables of its video files.
+        spec: what samples consist of.
+        counters: receives bytes and seconds.
+    """
+
+    def __init__(self, source: Source, index: VideoIndex, spec: SampleSpec, counters: Counters) -> None:
+        self._source = source
+        self._index = index
+        self._spec = spec
+        self._counters = counters
+        self._rows = RowReader(source)
+
+    def read(self, request: UnitRequest) -> UnitData:
+        """Fetches one unit.
+
+        Raises:
+            DamagedDataError: rows or bytes that should be there are missing or wrong; the episode is named.
+            StorageError: the store failed.
+        """
+        start = perf_counter()
+        try:
+            rows = self._read_rows(request)
+            length = int(self._source.episodes.length[self._source.episodes.row(request.episode)])
+            tracks = {camera: self._read_track(request, camera, length) for camera in self._spec.cameras}
+        except DamagedDataError as error:
+            raise self._with_episode(error, request.episode) from error
+        finally:
+            self._counters.add("reelray_fetch_seconds", perf_counter() - start)
+        self._counters.add("reelray_row_bytes_read", rows.nbytes)
+        return UnitData(request.dataset, request.episode, request.lo, request.hi, length, rows, tracks)
+
+    def _read_rows(self, request: UnitRequest) -> UnitRows:
+        spec = self._spec
+        found = self._rows.read(request.episode, spec.stored_keys)
+        first, stop = spec.reach((*spec.columns, *spec.images), request.lo, request.hi, found.length)
+        numbers = {key: values[first:stop] for key, values in found.numbers.items()}
+        others = pa.table({key: column.slice(first, stop - first) for key, column in found.others.items()})
+        return UnitRows(first, stop - first, numbers, others, self._tasks(found, first, stop))
+
+    def _tasks(self, rows: EpisodeRows, first: int, stop: int) -> dict[int, str]:
+        if "task_index" not in rows.numbers:
+            return {}
+        wanted = np.unique(rows.numbers["task_index"][first:stop]).tolist()
+        return {int(number): self._source.tasks.text(int(number)) for number in wanted}
+
+    def _read_track(self, request: UnitRequest, camera: str, length: int) -> Track:
+        path, file_first, _ = self._source.pictures(request.episode, camera)
+        first, stop = self._spec.reach((camera,), request.lo, request.hi, length)
+        table = self._index.table(path)
+        try:
+            self._source.check_pictures(path, camera, table.pictures)
+        except PictureCountError as error:
+            # The other episodes of a file that is too short are whole.
+            if request.episode in error.episodes:
+                raise
+        span = picture_span(table, range(file_first + first, file_first + stop))
+        data = b"".join(self._source.store.read_ranges(path, span.ranges))
+        self._counters.add("reelray_payload_bytes_read", span.nbytes)
+        self._counters.add("reelray_payload_bytes_needed", span.sample_bytes)
+        return localise(table, span, data, camera=camera, first=first)
+
+    def _with_episode(self, error: DamagedDataError, episode: int) -> DamagedDataError:
+        error.dataset = error.dataset or self._source.store.url
+        if error.episode is None:
+            error.episode = episode
+        if f"episode {episode}" not in str(error) and not error.episodes:
+            error.args = (f"{error.dataset}: episode {episode}: {error}", *error.args[1:])
+        return error

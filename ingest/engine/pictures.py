@@ -1,0 +1,144 @@
+"""Decoding a unit's pictures into frame slots, and how much memory decoded pictures take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.engine.spec import SampleSpec
+from ingest.engine.unit import Track
+from ingest.errors import DamagedDataError, DecodeError
+from ingest.lerobot.info import Feature
+from ingest.video.decode import decode_into
+from ingest.video.pixels import PictureWriter
+from ingest.video.spans import gop_starts, picture_span
+
+MIN_RUN_PICTURES = 24
+"""Pictures of one decode call, at least: short groups of pictures are decoded together to spread the cost of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureForm:
+    """The form in which one camera's pictures are delivered.
+
+    Attributes:
+        pixel_format: of `ingest.video.pixels.PictureWriter`.
+        size: (height, width) after resizing, or None for the source's own.
+        resize_filter: named filter.
+    """
+
+    pixel_format: str
+    size: tuple[int, int] | None
+    resize_filter: str
+
+    @classmethod
+    def of(cls, spec: SampleSpec, camera: str) -> PictureForm:
+        """The form that the options ask for."""
+        options = spec.options
+        feature = spec.features[camera]
+        if not feature.is_depth:
+            return cls(options.pixel_format, options.image_size, options.resize_filter)
+        # Depth keeps the bits it was written with: a conversion between grey formats would scale the values.
+        stored = str(feature.details.get("video.pix_fmt", "gray16le"))
+        return cls(stored if stored in _DEPTH_FORMATS else "gray16le", options.image_size, "point")
+
+    def writer(self) -> PictureWriter:
+        """A converter of this form; one per thread."""
+        return _writer(self)
+
+    def shape(self, feature: Feature) -> tuple[int, int, int]:
+        """(height, width, channels) that the metadata promise, used to size frame slots."""
+        height, width, _ = feature.picture_shape
+        height, width = self.size or (height, width)
+        return height, width, 1 if self.pixel_format.startswith("gray") else 3
+
+    def nbytes(self, feature: Feature) -> int:
+        """Bytes of one decoded picture."""
+        return int(np.prod(self.shape(feature))) * self.writer().dtype.itemsize
+
+
+_DEPTH_FORMATS = frozenset({"gray10le", "gray12le", "gray16le"})
+
+_writers = threading.local()
+
+
+def _writer(form: PictureForm) -> PictureWriter:
+    # A converter keeps its scaling context between pictures and is not thread-safe.
+    known: dict[PictureForm, PictureWriter] = _writers.__dict__.setdefault("known", {})
+    if form not in known:
+        known[form] = PictureWriter(form.pixel_format, form.size, form.resize_filter)
+    return known[form]
+
+
+def runs(track: Track, wanted: NDArray[np.int64], min_pictures: int = MIN_RUN_PICTURES) -> list[NDArray[np.int64]]:
+    """Splits wanted pictures of a track into runs that decode independently of each other.
+
+    Args:
+        track: compressed pictures.
+        wanted: picture numbers of the track, ascending.
+        min_pictures: a run holds at least that many pictures, wanted or not, except the last one.
+    """
+    if not len(wanted):
+        return []
+    edges = gop_starts(track.table)
+    cuts: list[int] = []
+    last = 0
+    for edge in edges.tolist():
+        if edge - last >= min_pictures:
+            cuts.append(edge)
+            last = edge
+    pieces = np.split(wanted, np.searchsorted(wanted, cuts))
+    return [piece for piece in pieces if len(piece)]
+
+
+def groups(track: Track, wanted: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Splits wanted pictures by the group of pictures they decode with, merging neighbours that share samples."""
+    return runs(track, wanted, 1)
+
+
+def decode_run(track: Track, wanted: NDArray[np.int64], form: PictureForm, out: Sequence[NDArray[Any]]) -> int:
+    """Decodes pictures of a track into arrays.
+
+    Args:
+        track: compressed pictures.
+        wanted: picture numbers of the track, ascending and unique.
+        form: form of the pictures.
+        out: ``out[i]`` (HWC) receives picture ``wanted[i]``.
+
+    Returns:
+        How many pictures the decoder had to produce for it, those that are not wanted included.
+
+    Raises:
+        DecodeError: names file, camera, and picture.
+    """
+    span = picture_span(track.table, wanted)
+    payload = [memoryview(track.data)[start:stop] for start, stop in span.ranges]
+    try:
+        for _ in decode_into(track.table, span, payload, wanted, form.writer(), out):
+            pass
+    except DamagedDataError as error:
+        error.camera = error.camera or track.camera
+        raise
+    shown = (track.table.presented >= span.first) & (track.table.presented < span.stop)
+    return max(int(np.count_nonzero(shown)), span.stop - span.first)
+
+
+def check_shapes(track: Track, form: PictureForm, feature: Feature) -> None:
+    """Compares a file's picture size with the declared one before memory is laid out for it.
+
+    Raises:
+        DecodeError: they differ and pictures are not resized.
+    """
+    height, width, _ = feature.picture_shape
+    if form.size is None and (track.table.height, track.table.width) != (height, width):
+        raise DecodeError(
+            f"{track.path}: pictures are {track.table.width}x{track.table.height}, but {feature.key} is declared as {width}x{height}; "
+            "correct meta/info.json, or set image_size",
+            camera=track.camera,
+            file=track.path,
+        )

@@ -1,0 +1,213 @@
+"""One unit of work as data: the rows and the compressed pictures of a run of frames, and nothing else.
+
+A unit is self-contained, so it can be fetched in one process, decoded in a second and assembled in a third.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ingest.video.spans import PictureSpan
+from ingest.video.tables import SampleTable
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRows:
+    """Rows ``first .. first + length - 1`` of one episode.
+
+    Attributes:
+        first: episode frame number of row 0.
+        length: number of rows.
+        numbers: float32, int64 or bool arrays of shape (length, *feature shape), by feature.
+        others: every other column (text, language, stored pictures), ``length`` rows.
+        tasks: task texts by ``task_index``, for the rows at hand.
+    """
+
+    first: int
+    length: int
+    numbers: Mapping[str, NDArray[Any]]
+    others: pa.Table
+    tasks: Mapping[int, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, for budgets."""
+        return sum(values.nbytes for values in self.numbers.values()) + self.others.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """The compressed pictures of one camera in one unit.
+
+    Attributes:
+        camera: feature key.
+        path: video file, relative to the dataset root.
+        first: episode frame number of picture 0 of ``table``.
+        file_first: number of that picture in the file, for messages.
+        table: the samples at hand only; ``offsets`` count from the start of ``data``, ``presented`` lists the
+            pictures of the unit, so picture k of the table is frame ``first + k``.
+        data: the bytes of those samples.
+    """
+
+    camera: str
+    path: str
+    first: int
+    file_first: int
+    table: SampleTable
+    data: bytes | memoryview
+
+    @property
+    def pictures(self) -> int:
+        """Number of pictures that can be decoded from the track."""
+        return self.table.pictures
+
+
+@dataclass(frozen=True, slots=True)
+class UnitData:
+    """A fetched unit.
+
+    Attributes:
+        dataset: number of the dataset in a mixture, 0 otherwise.
+        episode: episode index.
+        lo: first anchor frame of the unit.
+        hi: one past its last anchor frame.
+        episode_length: frames of the whole episode; windows clamp to it, never to the unit.
+        rows: rows of the anchors and of what their windows reach.
+        tracks: compressed pictures of the anchors and of what their windows reach, by camera.
+    """
+
+    dataset: int
+    episode: int
+    lo: int
+    hi: int
+    episode_length: int
+    rows: UnitRows
+    tracks: Mapping[str, Track]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Compressed bytes held."""
+        return sum(len(track.data) for track in self.tracks.values())
+
+
+def localise(table: SampleTable, span: PictureSpan, data: bytes | memoryview, *, camera: str, first: int) -> Track:
+    """Cuts a file's sample table down to one fetched span.
+
+    Args:
+        table: of the whole file.
+        span: what was fetched; its pictures must be consecutive.
+        data: the bytes of ``span.ranges``, joined in order.
+        camera: feature key.
+        first: episode frame number of the span's first picture.
+    """
+    lo, hi = span.first, span.stop
+    number, within = span.chunks_of(table)
+    lengths = np.array([stop - start for start, stop in span.ranges], dtype=np.int64)
+    local = within + (np.cumsum(lengths) - lengths)[number]
+    pictures = span.wanted
+    inside = table.starts[(table.starts >= lo) & (table.starts < hi)]
+    keys = table.sync[(table.sync >= lo) & (table.sync < hi)]
+    small = replace(
+        table,
+        file_size=len(data),
+        offsets=local,
+        sizes=table.sizes[lo:hi].astype(np.int64),
+        durations=table.durations[lo:hi].astype(np.int64),
+        composition=table.composition[lo:hi].astype(np.int64),
+        dts=table.dts[lo:hi].astype(np.int64),
+        sync=keys.astype(np.int64) - lo,
+        starts=inside.astype(np.int64) - lo,
+        descriptions=table.descriptions[lo:hi].astype(np.int64),
+        presented=table.presented[pictures].astype(np.int64) - lo,
+        presented_pts=table.presented_pts[pictures].astype(np.int64),
+        sample_pts=table.sample_pts[lo:hi],
+    )
+    return Track(camera, table.path, first, int(pictures[0]) if len(pictures) else 0, small, data)
+
+
+_ARRAYS = tuple(field.name for field in fields(SampleTable) if "Ints" in str(field.type) or "NDArray" in str(field.type))
+_BYTES = ("ftyp", "stsd")
+
+
+def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
+    """A unit as ``(header, payload)``: plain JSON and arrays, no pickles, ready for one Arrow row."""
+    sink = pa.BufferOutputStream()
+    arrays: list[NDArray[Any]] = []
+    description: dict[str, Any] = {
+        "dataset": unit.dataset,
+        "episode": unit.episode,
+        "lo": unit.lo,
+        "hi": unit.hi,
+        "episode_length": unit.episode_length,
+        "rows": {"first": unit.rows.first, "length": unit.rows.length, "tasks": {str(key): text for key, text in unit.rows.tasks.items()}},
+        "numbers": {},
+        "tracks": [],
+    }
+
+    def put(array: NDArray[Any]) -> list[Any]:
+        arrays.append(np.ascontiguousarray(array))
+        return [array.dtype.str, list(array.shape)]
+
+    for key, values in unit.rows.numbers.items():
+        description["numbers"][key] = put(values)
+    start = 0
+    for track in unit.tracks.values():
+        table = {name: getattr(track.table, name) for name in (field.name for field in fields(SampleTable))}
+        entry: dict[str, Any] = {"camera": track.camera, "first": track.first, "file_first": track.file_first}
+        entry["payload"] = [start, start + len(track.data)]
+        entry["arrays"] = {name: put(np.asarray(table[name])) for name in _ARRAYS}
+        entry["table"] = {name: value.hex() if name in _BYTES else value for name, value in table.items() if name not in _ARRAYS}
+        description["tracks"].append(entry)
+        start += len(track.data)
+    text = json.dumps(description, separators=(",", ":")).encode()
+    with pa.ipc.new_stream(sink, unit.rows.others.schema) as writer:
+        writer.write_table(unit.rows.others)
+    others = sink.getvalue().to_pybytes()
+    sizes = np.array([len(text), len(others)], dtype="<i8").tobytes()
+    header = b"".join([sizes, text, others, *(array.tobytes() for array in arrays)])
+    return header, b"".join(bytes(track.data) for track in unit.tracks.values())
+
+
+def unpack_unit(header: bytes | memoryview, payload: bytes | memoryview) -> UnitData:
+    """The inverse of `pack_unit`; the pictures stay views of ``payload``."""
+    buffer = memoryview(header)
+    text_size, others_size = (int(size) for size in np.frombuffer(buffer[:16], dtype="<i8"))
+    description = json.loads(bytes(buffer[16 : 16 + text_size]))
+    position = 16 + text_size + others_size
+    others = pa.ipc.open_stream(pa.py_buffer(buffer[16 + text_size : position])).read_all()
+
+    def take(shape_of: list[Any]) -> NDArray[Any]:
+        nonlocal position
+        dtype, shape = np.dtype(shape_of[0]), tuple(shape_of[1])
+        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        array = np.frombuffer(buffer[position : position + nbytes], dtype=dtype).reshape(shape)
+        position += nbytes
+        return array
+
+    numbers = {key: take(shape_of) for key, shape_of in description["numbers"].items()}
+    view = memoryview(payload)
+    tracks: dict[str, Track] = {}
+    for entry in description["tracks"]:
+        arrays = {name: take(shape_of) for name, shape_of in entry["arrays"].items()}
+        scalars = {name: bytes.fromhex(value) if name in _BYTES else value for name, value in entry["table"].items()}
+        table = SampleTable(**scalars, **arrays)
+        start, stop = entry["payload"]
+        tracks[entry["camera"]] = Track(entry["camera"], table.path, entry["first"], entry["file_first"], table, view[start:stop])
+    rows = description["rows"]
+    tasks = {int(key): value for key, value in rows["tasks"].items()}
+    return UnitData(
+        description["dataset"],
+        description["episode"],
+        description["lo"],
+        description["hi"],
+        description["episode_length"],
+        UnitRows(rows["first"], rows["length"], numbers, others, tasks),
+        tracks,
+    )
