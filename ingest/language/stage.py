@@ -1,0 +1,133 @@
+"""The rendering stage of the stream: one flat sample in, the sample with messages out.
+
+The engine injects it. Frames that the stage would refuse leave the selection before planning (``language_plan``), so
+batches stay full and no frame is lost or seen twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+from ingest.errors import LanguageError
+from ingest.language.recipe import TrainingRecipe
+from ingest.language.render import Frame, Rendered, render_branch, task_text
+from ingest.language.rows import Row, StateRows, mapping_rows, state_rows, unwrap_number, unwrap_scalar
+from ingest.language.step import MESSAGES_KEY, READ_MESSAGES_KEYS, STREAMS_KEY, TARGETS_KEY, is_empty, task_only, without_columns
+from ingest.language.styles import EVENT_COLUMN, LANGUAGE_COLUMNS, STATE_COLUMN
+
+Policy = Literal["error", "fallback", "drop"]
+"""What becomes of an annotated frame that the recipe cannot render.
+
+``fallback``: its task alone trains the actions; without a task it leaves the selection. ``drop``: it leaves the
+selection. ``error``: ambiguous rows, and frames without any supervision, stop the run before it starts.
+"""
+
+POLICIES: tuple[Policy, ...] = ("error", "fallback", "drop")
+
+
+class Outcome(IntEnum):
+    """What becomes of a frame."""
+
+    RENDERED = 0
+    """The recipe renders it."""
+    UNANNOTATED = 1
+    """It has no annotation; its task alone trains the actions."""
+    FALLBACK = 2
+    """It is annotated but the recipe does not apply; its task alone trains the actions."""
+    DROPPED = 3
+    """It has no supervision at all and leaves the selection."""
+    AMBIGUOUS = 4
+    """A binding matches several rows; treated like a frame on which the recipe does not apply, or an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One frame's outcome.
+
+    Attributes:
+        outcome: the kind.
+        branch: chosen component (empty for a message recipe), None when nothing was chosen.
+        rendered: the messages, or None when the frame leaves the selection.
+        error: what was wrong with an ambiguous frame.
+    """
+
+    outcome: Outcome
+    branch: str | None
+    rendered: Rendered | None
+    error: LanguageError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RenderStage:
+    """Renders flat samples, the way the engine hands them on.
+
+    Attributes:
+        recipe: None passes samples through, raw columns included.
+        policy: see ``Policy``.
+        messages_key: key that the messages are written under.
+        rephrasings_win: lets ``task_aug`` rows replace the sample's task.
+    """
+
+    recipe: TrainingRecipe | None
+    policy: Policy = "fallback"
+    messages_key: str = MESSAGES_KEY
+    rephrasings_win: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise LanguageError(f"policy must be one of {', '.join(POLICIES)}, found {self.policy!r}", kind="bad_policy")
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The sample with messages and without raw columns, or None when it has no supervision.
+
+        Args:
+            sample: a LeRobot item; may hold ``language_persistent``, ``language_events``, ``timestamp``, ``index``, ``task``.
+
+        Raises:
+            LanguageError: the sample cannot be rendered and the policy is ``error``.
+        """
+        if self.recipe is None or any(name in sample for name in (self.messages_key, *READ_MESSAGES_KEYS)):
+            return dict(sample)
+        state, events, task = sample.get(STATE_COLUMN), sample.get(EVENT_COLUMN), sample.get("task")
+        if is_empty(state) and is_empty(events):
+            rendered = task_only(task)
+            return self._with(sample, rendered) if rendered is not None else without_columns(sample)
+        t = unwrap_number(sample.get("timestamp"), "timestamp")
+        verdict = self.judge(state_rows(state), mapping_rows(events), t, int(unwrap_scalar(sample.get("index", 0), "index")), task)
+        return None if verdict.rendered is None else self._with(sample, verdict.rendered)
+
+    def judge(self, state: StateRows, events: list[Row], t: float, index: int, task: str | None) -> Verdict:
+        """What becomes of one frame.
+
+        Raises:
+            LanguageError: only with policy ``error``; the caller adds episode and frame.
+        """
+        if not state and not events:
+            rendered = task_only(task)
+            return Verdict(Outcome.DROPPED if rendered is None else Outcome.UNANNOTATED, None, rendered)
+        assert self.recipe is not None
+        problem: LanguageError | None = None
+        branch: str | None = None
+        try:
+            text = task_text(index, state, task, rephrasings_win=self.rephrasings_win)
+            branch, rendered = render_branch(self.recipe, Frame(state, events, t, index, text))
+        except LanguageError as error:
+            if self.policy == "error":
+                raise
+            problem, rendered = error, None
+        if rendered is not None:
+            return Verdict(Outcome.RENDERED, branch, rendered)
+        rendered = None if self.policy == "drop" else task_only(task)
+        if rendered is None and self.policy == "error":
+            raise LanguageError(f"sample {index} has no supervision: the recipe does not apply and it has no task", kind="no_supervision")
+        if problem is not None:
+            return Verdict(Outcome.AMBIGUOUS, branch, rendered, problem)
+        return Verdict(Outcome.DROPPED if rendered is None else Outcome.FALLBACK, branch, rendered)
+
+    def _with(self, sample: Mapping[str, Any], rendered: Rendered) -> dict[str, Any]:
+        kept = {name: value for name, value in sample.items() if name not in LANGUAGE_COLUMNS}
+        kept.update({self.messages_key: rendered["messages"], STREAMS_KEY: rendered[STREAMS_KEY], TARGETS_KEY: rendered[TARGETS_KEY]})
+        return kept
