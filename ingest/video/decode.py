@@ -1,0 +1,232 @@
+"""Packets straight into a decoder, pictures out, each known by its number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import av
+import numpy as np
+from av.codec.context import ThreadType
+from av.error import FFmpegError
+from av.packet import Packet
+from av.video.codeccontext import VideoCodecContext
+from numpy.typing import NDArray
+
+from ingest.errors import DecodeError, ShortReadError, VideoFormatError
+from ingest.video.entries import MAX_PIXELS, SampleEntry, parse_sample_entries
+from ingest.video.keys import HEAD_BYTES, can_start
+from ingest.video.pixels import PictureWriter
+from ingest.video.spans import PictureSpan
+from ingest.video.tables import SampleTable
+
+Payload = Sequence[bytes | bytearray | memoryview] | bytes | bytearray | memoryview
+"""Contents of a span's ranges: one buffer per range, or a single buffer when there is one range."""
+
+
+def decode_pictures(
+    table: SampleTable, span: PictureSpan, payload: Payload, *, wanted: NDArray[np.integer] | Sequence[int] | None = None
+) -> Iterator[tuple[int, av.VideoFrame]]:
+    """Decodes a span and yields its wanted pictures in presentation order.
+
+    Every packet carries its sample number as its time, so a decoded picture is known by number; one that is missing, comes
+    twice or was never asked for is an error, never a neighbour. Runs in one thread and stops at the last wanted picture.
+
+    Args:
+        table: of the file.
+        span: which samples, from ``picture_span``.
+        payload: contents of ``span.ranges``.
+        wanted: picture numbers to yield, a subset of ``span.wanted``; all of them by default.
+
+    Yields:
+        (picture number, frame). The frame is valid until the next one is taken, unless the caller keeps it.
+
+    Raises:
+        DecodeError: damaged data; names the file and the picture.
+        ShortReadError: the payload is not as long as the ranges.
+        VideoFormatError: the codec cannot be decoded.
+    """
+    numbers = span.wanted if wanted is None else np.unique(np.asarray(wanted, np.int64))
+    order = table.presented[numbers].tolist()
+    picture_of = dict(zip(order, numbers.tolist(), strict=True))
+    held: dict[int, av.VideoFrame] = {}
+    due = 0
+    for frame in _frames(table, span, _buffers(table, span, payload), _hidden_lead(table, span)):
+        sample = frame.pts
+        if sample is None or not span.first <= sample < span.stop:
+            raise _damaged(table, int(numbers[min(due, len(order) - 1)]), f"the decoder returned picture {sample}, which it was not fed")
+        picture = picture_of.get(sample)
+        if picture is None:
+            continue
+        if sample in held or picture < int(numbers[due]):
+            raise _damaged(table, picture, "the decoder returned the picture twice")
+        if frame.is_corrupt:
+            raise _damaged(table, picture, "the decoder marks the picture as damaged")
+        held[sample] = frame
+        while due < len(order) and order[due] in held:
+            yield int(numbers[due]), held.pop(order[due])
+            due += 1
+        if due == len(order):
+            return
+    raise _damaged(table, int(numbers[due]), f"the decoder returned no such picture from samples {span.first}..{span.stop - 1}")
+
+
+def decode_into(
+    table: SampleTable,
+    span: PictureSpan,
+    payload: Payload,
+    wanted: NDArray[np.integer] | Sequence[int],
+    writer: PictureWriter,
+    out_slots: Sequence[NDArray[Any]] | NDArray[Any],
+) -> Iterator[tuple[int, int]]:
+    """Decodes wanted pictures straight into arrays of the caller.
+
+    Args:
+        table: of the file.
+        span: which samples.
+        payload: contents of ``span.ranges``.
+        wanted: picture numbers, ascending and unique; ``wanted[i]`` goes into ``out_slots[i]``.
+        writer: converts; ``writer.shape(table)`` is the shape of a slot.
+        out_slots: arrays [height, width, channels], one per wanted picture.
+
+    Yields:
+        (position in ``wanted``, picture number) as soon as that slot is filled, in presentation order.
+
+    Raises:
+        DecodeError: damaged data, or a picture of another size than its slot; names the file and the picture.
+        ShortReadError: the payload is not as long as the ranges.
+        VideoFormatError: the codec cannot be decoded.
+    """
+    for position, (picture, frame) in enumerate(decode_pictures(table, span, payload, wanted=wanted)):
+        try:
+            writer.write(frame, out_slots[position])
+        except DecodeError as error:
+            raise _damaged(table, picture, str(error)) from error
+        yield position, picture
+
+
+def _damaged(table: SampleTable, picture: int, what: str) -> DecodeError:
+    sample = int(table.presented[picture])
+    start = int(table.offsets[sample])
+    stop = start + int(table.sizes[sample])
+    return DecodeError(
+        f"{table.path}: picture {picture} (sample {sample}, bytes {start}..{stop}) cannot be decoded: {what}",
+        file=table.path,
+        byte_range=(start, stop),
+        picture=picture,
+    )
+
+
+def _buffers(table: SampleTable, span: PictureSpan, payload: Payload) -> list[memoryview]:
+    buffers = [memoryview(payload)] if isinstance(payload, bytes | bytearray | memoryview) else [memoryview(part) for part in payload]
+    found, expected = [len(buffer) for buffer in buffers], [stop - start for start, stop in span.ranges]
+    if found != expected:
+        raise ShortReadError(f"{table.path}: payload of {found[:8]} bytes, expected {expected[:8]} for bytes {list(span.ranges[:8])}")
+    return buffers
+
+
+def _hidden_lead(table: SampleTable, span: PictureSpan) -> NDArray[np.bool_]:
+    """[span] which samples are shown before the picture that decoding starts with: they may lack references."""
+    ticks = table.dts[span.first : span.stop].astype(np.int64) + table.composition[span.first : span.stop]
+    return ticks < ticks[0] if span.first else np.zeros(len(ticks), np.bool_)
+
+
+def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], lead: NDArray[np.bool_]) -> Iterator[av.VideoFrame]:
+    entries = parse_sample_entries(table.stsd, table.path)
+    descriptions: list[int] = table.descriptions[span.first : span.stop].tolist()
+    chunk_of, offset_in = span.chunks_of(table)
+    chunk: list[int] = chunk_of.tolist()
+    at: list[int] = offset_in.tolist()
+    sizes: list[int] = table.sizes[span.first : span.stop].tolist()
+    lead_in: list[bool] = lead.tolist()
+    keys: list[bool] = np.isin(np.arange(span.first, span.stop), table.sync).tolist()
+    depth = _reorder_depth(table, span)
+    head = buffers[chunk[0]][at[0] : at[0] + min(sizes[0], HEAD_BYTES)]
+    if span.first and can_start(entries[descriptions[0]], bytes(head)) is False:
+        raise _damaged(table, int(span.wanted[0]), f"sample {span.first} is declared a key picture and is none")
+    current = -1
+    decoder: VideoCodecContext | None = None
+    for index, size in enumerate(sizes):
+        if descriptions[index] != current:
+            if decoder is not None:
+                yield from _drain(decoder, table, span)
+            current = descriptions[index]
+            decoder = open_decoder(entries[current], table.path, depth)
+        sample = span.first + index
+        assert decoder is not None  # no description is -1
+        packet = Packet(size)
+        if size:
+            packet.update(cast("bytes", buffers[chunk[index]][at[index] : at[index] + size]))
+        packet.pts = packet.dts = sample
+        packet.is_keyframe = keys[index]  # some decoders take a picture without the flag for a difference to the one before
+        try:
+            frames = _decode(decoder, packet) if size else []
+        except (FFmpegError, ValueError) as error:
+            if lead_in[index]:
+                continue
+            raise _failed(table, span, sample, error) from error
+        yield from frames
+    if decoder is not None:
+        yield from _drain(decoder, table, span)
+
+
+def _decode(decoder: VideoCodecContext, packet: Packet[Any] | None) -> list[av.VideoFrame]:
+    return cast("list[av.VideoFrame]", cast("Any", decoder).decode(packet))
+
+
+def _drain(decoder: VideoCodecContext, table: SampleTable, span: PictureSpan) -> Iterator[av.VideoFrame]:
+    try:
+        yield from _decode(decoder, None)
+    except (FFmpegError, ValueError) as error:
+        raise _failed(table, span, span.stop - 1, error) from error
+
+
+def _failed(table: SampleTable, span: PictureSpan, sample: int, error: Exception) -> DecodeError:
+    """Names the first wanted picture that the damaged sample can affect."""
+    later = [picture for picture in span.wanted.tolist() if int(table.presented[picture]) >= sample]
+    return _damaged(table, later[0] if later else int(span.wanted[-1]), f"sample {sample} is damaged ({type(error).__name__})")
+
+
+def _reorder_depth(table: SampleTable, span: PictureSpan) -> int:
+    """Most pictures that precede another in decode order and follow it in presentation order."""
+    ticks = table.dts[span.first : span.stop].astype(np.int64) + table.composition[span.first : span.stop]
+    if bool(np.all(ticks[1:] >= ticks[:-1])):
+        return 0
+    rank = np.argsort(np.argsort(ticks, kind="stable"), kind="stable")
+    return int(min(16, max(0, (np.arange(len(rank)) - rank).max())))
+
+
+def open_decoder(entry: SampleEntry, path: str, reorder_depth: int = 0) -> VideoCodecContext:
+    """A decoder for one sample entry: one thread, pictures in presentation order.
+
+    Args:
+        entry: how the samples are coded.
+        path: for messages.
+        reorder_depth: how far decode order departs from presentation order; H.264 streams need not say so themselves.
+
+    Raises:
+        VideoFormatError: there is no decoder for the codec.
+    """
+    if not entry.decoder:
+        raise VideoFormatError(f"{path}: no decoder for sample entry {entry.fourcc!r}", file=path)
+    if entry.width * entry.height > MAX_PIXELS:
+        raise VideoFormatError(f"{path}: {entry.width}x{entry.height} pixels are more than {MAX_PIXELS}", file=path)
+    name = "libdav1d" if entry.decoder == "av1" else entry.decoder
+    try:
+        context = cast("VideoCodecContext", av.CodecContext.create(name, "r"))
+    except (FFmpegError, ValueError) as error:
+        raise VideoFormatError(f"{path}: this FFmpeg has no decoder {name!r} for {entry.fourcc!r}", file=path) from error
+    context.thread_count = 1
+    context.thread_type = ThreadType.NONE
+    context.codec_tag = entry.fourcc
+    context.width, context.height = entry.width, entry.height
+    if entry.depth:
+        context.bits_per_coded_sample = entry.depth
+    if entry.extradata:
+        context.extradata = entry.extradata
+    if entry.colour is not None:
+        context.color_primaries, context.color_trc, context.colorspace = entry.colour[:3]
+        context.color_range = 2 if entry.colour[3] else 1
+    if entry.decoder == "h264":
+        context.reorder_depth = reorder_depth
+    return context
