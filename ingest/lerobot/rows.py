@@ -32,6 +32,22 @@ _BATCH_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class _Failure:
+    """Builds errors about one data file, each naming dataset, file and episode. A class, so that it pickles."""
+
+    url: str
+    path: str
+    episode: int
+
+    def __call__(self, message: str) -> RowsError:
+        if message.startswith(self.url):
+            text = f"{message} (needed by episode {self.episode})"
+        else:
+            text = f"{self.url}: {self.path}: episode {self.episode}: {message}"
+        return RowsError(text, dataset=self.url, episode=self.episode, file=self.path)
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeRows:
     """The rows of one episode, in frame order. Row k is frame k.
 
@@ -52,7 +68,7 @@ class EpisodeRows:
     warnings: tuple[Finding, ...]
     _info: Info
     _store: Store
-    _fail: Callable[[str], RowsError]
+    _fail: _Failure
 
     @property
     def nbytes(self) -> int:
@@ -127,12 +143,15 @@ class RowReader:
             parts = [(path, self._part(path, episode, keys)) for path in found]
         if sum(part.num_rows for _, part in parts) != length:
             raise missing_rows(source, episode, paths, sum(part.num_rows for _, part in parts))
-        fail = _failure(source, parts[0][0], episode)
+        fail = _Failure(source.store.url, parts[0][0], episode)
         _check_order(parts, length, start, fail)
         numbers: dict[str, Numbers] = {}
         others: dict[str, pa.ChunkedArray] = {}
         for key in keys:
-            values = [numeric_values(part.column(key), source.info.features[key], _failure(source, path, episode)) for path, part in parts]
+            values = [
+                numeric_values(part.column(key), source.info.features[key], _Failure(source.store.url, path, episode))
+                for path, part in parts
+            ]
             arrays = [array for array in values if array is not None]
             if len(arrays) == len(values):
                 numbers[key] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # type: ignore[assignment]
@@ -142,7 +161,7 @@ class RowReader:
 
     def _part(self, path: str, episode: int, keys: Sequence[str]) -> pa.Table:
         """The rows of ``episode`` in one file, in file order."""
-        make_error = _failure(self._source, path, episode)
+        make_error = _Failure(self._source.store.url, path, episode)
         footer = self._footers.get(path, make_error)
         file = ParquetSource(self._source.store, path, make_error)
         columns = list(dict.fromkeys((*keys, *KEY_COLUMNS)))
@@ -159,19 +178,6 @@ class RowReader:
 def read_rows(source: Source, episode: int, columns: Sequence[str] | None = None) -> EpisodeRows:
     """Reads one episode; ``RowReader`` is cheaper for many. Arguments and errors are those of ``RowReader.read``."""
     return RowReader(source).read(episode, columns)
-
-
-def _failure(source: Source, path: str, episode: int | None) -> Callable[[str], RowsError]:
-    """Builds errors about one data file, each naming dataset, file and episode."""
-
-    def fail(message: str) -> RowsError:
-        place = f"{source.store.url}: {path}"
-        if episode is not None and f"episode {episode}" not in message:
-            message = f"episode {episode}: {message}" if not message.startswith(place) else f"{message} (needed by episode {episode})"
-        text = message if message.startswith(source.store.url) else f"{place}: {message}"
-        return RowsError(text, dataset=source.store.url, episode=episode, file=path)
-
-    return fail
 
 
 def _projection(info: Info, columns: Sequence[str] | None) -> tuple[str, ...]:
