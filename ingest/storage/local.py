@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
+from ingest.storage.bodies import refuse_placeholder
 from ingest.storage.paths import check_relative
 
 
@@ -87,13 +88,18 @@ class LocalStore:
                 )
             parts.append(part)
             position += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        if start == 0:
+            refuse_placeholder(data[:256], str(self.root / path))
+        return data
 
     def read_all(self, path: str) -> bytes:
         try:
-            return self._path(path).read_bytes()
+            data = self._path(path).read_bytes()
         except OSError as error:
             raise self._fail(path, error) from error
+        refuse_placeholder(data[:256], str(self.root / path), whole=len(data) <= 256)
+        return data
 
     def list(self, prefix: str = "") -> list[ObjectIdentity]:
         base = self._path(prefix) if prefix else self.root

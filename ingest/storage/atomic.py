@@ -1,0 +1,34 @@
+"""Files that are either whole or absent, however a process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Writes ``data`` beside ``path`` and renames it into place; a reader sees the old content or all of the new.
+
+    Args:
+        path: its folder is made when missing.
+        data: whole content.
+        durable: also flush to the device before the rename, for what cannot be made again.
+
+    Raises:
+        OSError: no space, no permission, or a folder that cannot be made; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

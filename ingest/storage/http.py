@@ -1,0 +1,202 @@
+"""One HTTP client per process, and the exact range read that every HTTP-backed store uses."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httpx
+
+from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError
+from ingest.storage.bodies import refuse_placeholder
+from ingest.storage.failures import log_failure
+from ingest.storage.retry import RETRYABLE_STATUS, RetryableError, RetryPolicy, retry_after_s
+from ingest.storage.secrets import redact
+
+MAX_CONNECTIONS = 64
+"""Open connections of one process; more showed no gain against the Hub and slow each other down."""
+
+_TIMEOUT = httpx.Timeout(connect=15.0, read=60.0, write=60.0, pool=60.0)
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
+_JSON_LIMIT = 256 * 1024 * 1024
+WHOLE_LIMIT = 1024 * 1024 * 1024
+"""Longest object in bytes that is read whole; only metadata is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One reply, its body read.
+
+    Attributes:
+        status: HTTP status.
+        headers: by lower-case name.
+        body: as received, after content decoding; empty for redirects and refusals.
+        url: what was asked, with its query; never put into messages as it is.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str = field(repr=False)
+
+    def refusal(self, what: str, hint: str = "") -> StorageError:
+        """The typed error of a reply that is neither a success nor worth a retry."""
+        detail = redact(self.headers.get("x-error-message", "") or _snippet(self))
+        text = f"{what}: the server answered {self.status}" + (f" ({detail})" if detail else "")
+        if self.status in {401, 403}:
+            return AccessDeniedError(f"{text}; {hint or 'check the credentials of this process'}")
+        if self.status in {404, 410}:
+            return ObjectNotFoundError(f"{text}; {hint or 'there is no such object'}")
+        return StorageError(f"{text}{'; ' + hint if hint else ''}")
+
+
+def _snippet(reply: Reply) -> str:
+    if "html" in reply.headers.get("content-type", ""):
+        return ""
+    return reply.body[:200].decode("utf-8", "replace").strip().replace("\n", " ")
+
+
+_lock = threading.Lock()
+_client: httpx.Client | None = None
+_client_pid = 0
+
+
+def _shared_client() -> httpx.Client:
+    global _client, _client_pid
+    # A forked child must not share its parent's sockets, so the client belongs to one process id.
+    with _lock:
+        if _client is None or _client_pid != os.getpid():
+            limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=30.0)
+            _client = httpx.Client(timeout=_TIMEOUT, limits=limits, follow_redirects=False, headers={"user-agent": "reelray"})
+            _client_pid = os.getpid()
+        return _client
+
+
+def close_connections() -> None:
+    """Closes this process' idle and open connections; the next request opens new ones."""
+    global _client
+    with _lock:
+        client, _client = (_client if _client_pid == os.getpid() else None), None
+    if client is not None:
+        client.close()
+
+
+def exchange(
+    method: str, url: str, headers: Mapping[str, str], *, json: object = None, limit: int = _JSON_LIMIT, raw: bool = False
+) -> Reply:
+    """One attempt, no redirect followed.
+
+    Args:
+        method: HTTP method.
+        url: absolute.
+        headers: credentials included; they are not kept.
+        json: body to send as JSON.
+        limit: longest body in bytes that is read; one more byte ends the transfer.
+        raw: leave the body's content encoding alone.
+
+    Raises:
+        RetryableError: the connection failed, timed out or broke, or the body is shorter than announced.
+        StorageError: the URL cannot be asked at all, or the body is longer than ``limit``.
+    """
+    try:
+        with _shared_client().stream(method, url, headers={"accept-encoding": "identity", **headers}, json=json) as response:
+            found = {name.lower(): value for name, value in response.headers.items()}
+            parts: list[bytes] = []
+            length = 0
+            if method != "HEAD" and not 300 <= response.status_code < 400:
+                for part in response.iter_raw() if raw else response.iter_bytes():
+                    length += len(part)
+                    if length > limit:
+                        raise StorageError(
+                            f"{redact(url)}: the reply (status {response.status_code}) is longer than the {limit} bytes that may come; "
+                            "a server that ignores ranges cannot be streamed from"
+                        )
+                    parts.append(part)
+            return Reply(response.status_code, found, b"".join(parts), url)
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.TooManyRedirects) as error:
+        raise StorageError(f"{redact(url)}: {redact(str(error))}") from None
+    except (httpx.TransportError, httpx.DecodingError, httpx.StreamError) as error:
+        raise RetryableError(f"{type(error).__name__}: {redact(str(error))}".rstrip(": ")) from None
+
+
+def origin(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port: what decides whether a credential may be sent."""
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def retry_status(reply: Reply) -> None:
+    """Raises ``RetryableError`` for a status that may pass."""
+    if reply.status in RETRYABLE_STATUS:
+        raise RetryableError(f"the server answered {reply.status}", retry_after_s=retry_after_s(reply.headers))
+
+
+def ask(method: str, url: str, headers: Mapping[str, str], policy: RetryPolicy, *, json: object = None, limit: int = _JSON_LIMIT) -> Reply:
+    """``exchange`` with retries: returns the first reply whose status is final, whatever it is."""
+
+    def once(attempt: int) -> Reply:
+        try:
+            reply = exchange(method, url, headers, json=json, limit=limit)
+            retry_status(reply)
+        except RetryableError as fault:
+            log_failure(method, url, attempt=attempt, error=fault.reason)
+            raise
+        return reply
+
+    return policy.call(f"{method} {redact(url)}", once)
+
+
+def read_range_once(url: str, headers: Mapping[str, str], start: int, stop: int | None, where: str) -> tuple[Reply, int | None]:
+    """One attempt at bytes ``[start, stop)``, with every check that needs no knowledge of the object.
+
+    Args:
+        url: absolute.
+        headers: credentials included; they are not kept.
+        start: first byte; 0 when ``stop`` is None.
+        stop: end of the range, or None for the whole object.
+        where: names the object in errors.
+
+    Returns:
+        The reply and the object's total size in bytes as the reply states it, or None. Status 206: the body is exactly the range asked for,
+        also where the server answered 200 with exactly these bytes. Status 416: the object ends before ``stop``. Any other status is the
+        caller's to judge.
+
+    Raises:
+        RetryableError: a fault that may pass: transport, status, short body, wrong ``Content-Range``.
+        StorageError: the server does not do ranges, or sends something other than the file.
+    """
+    wanted = None if stop is None else stop - start
+    asked = {} if stop is None else {"range": f"bytes={start}-{stop - 1}"}
+    reply = exchange("GET", url, {**headers, **asked}, limit=WHOLE_LIMIT if wanted is None else max(wanted, 65536), raw=True)
+    retry_status(reply)
+    if reply.status not in {200, 206, 416}:
+        return reply, None
+    content_type = reply.headers.get("content-type", "")
+    if reply.status != 416 and reply.headers.get("content-encoding", "identity").lower() not in {"", "identity"}:
+        raise StorageError(
+            f"{where}: the server compresses its replies ({reply.headers['content-encoding']}), so bytes cannot be addressed"
+        )
+    if reply.status == 200:
+        total = len(reply.body)
+        refuse_placeholder(reply.body[:256], where, content_type=content_type, whole=total <= 256)
+        if wanted is not None and (start != 0 or total != wanted):
+            raise StorageError(
+                f"{where}: the server answered a request for bytes {start}..{stop} with 200 and another body: it ignores ranges"
+            )
+        return Reply(206, reply.headers, reply.body, reply.url), total
+    match = _CONTENT_RANGE.fullmatch(reply.headers.get("content-range", "").strip())
+    total = int(match[3]) if match and match[3] != "*" else None
+    if reply.status == 416 or (stop is not None and total is not None and total < stop):
+        return Reply(416, reply.headers, b"", reply.url), total
+    if stop is None or match is None or match[1] is None or (int(match[1]), int(match[2])) != (start, stop - 1):
+        found = reply.headers.get("content-range", "")
+        raise RetryableError(f"bytes {start}..{stop} asked for, Content-Range is {found!r}", final=ShortReadError)
+    if len(reply.body) != wanted:
+        raise RetryableError(f"bytes {start}..{stop} asked for, {len(reply.body)} of {wanted} bytes arrived", final=ShortReadError)
+    if start == 0:
+        refuse_placeholder(reply.body[:256], where, content_type=content_type, whole=total == wanted)
+    return reply, total

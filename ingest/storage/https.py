@@ -1,0 +1,165 @@
+"""A dataset below a plain web address."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import BinaryIO
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from ingest.errors import ObjectNotFoundError, StorageError
+from ingest.storage.base import ByteRange, ObjectIdentity
+from ingest.storage.http import ask
+from ingest.storage.http_objects import HttpObjects
+from ingest.storage.known import KnownObjects, clean_tag
+from ingest.storage.locations import Location
+from ingest.storage.paths import check_relative
+from ingest.storage.ranges import plan_ranges
+from ingest.storage.reader import open_ranges
+from ingest.storage.retry import RetryPolicy
+
+_LINK = re.compile(r"""href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
+_MAX_LISTED = 200_000
+_MAX_NUMBERED = 100_000
+
+
+class HttpStore:
+    """Reads with exact range requests; sends no credential.
+
+    Listings come from the server's directory pages where it has them. A server without them is asked for LeRobot's numbered parquet
+    files (``chunk-000/file-000.parquet`` and so on), one name after the other until one is missing.
+    """
+
+    def __init__(self, location: Location, *, policy: RetryPolicy | None = None, known: KnownObjects | None = None) -> None:
+        """
+        Args:
+            location: of kind ``http``.
+            policy: retries.
+            known: versions seen before, by the store that this one continues.
+        """
+        self._location = location
+        self._policy = policy or RetryPolicy()
+        self._known = known or KnownObjects()
+        self._objects = HttpObjects(
+            home=self._address,
+            where=lambda path: f"{location.url}/{path}",
+            headers=dict,
+            tag=_tag,
+            known=self._known,
+            policy=self._policy,
+            hint=lambda _: "check the address; reelray sends no credential to plain web servers",
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (self._location, self._policy, self._known))
+
+    def __repr__(self) -> str:
+        return f"HttpStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        return self._location.url
+
+    def _address(self, path: str) -> str:
+        return f"{self._location.url}/{quote(check_relative(path))}"
+
+    def identity(self, path: str) -> ObjectIdentity:
+        check_relative(path)
+        known = self._known.get(path)
+        if known.size is None or known.tag is None:
+            known = self._objects.head(path)
+        if known.tag is None:
+            # Nothing tells two versions apart, so nothing derived from this one may be trusted at the next opening.
+            return ObjectIdentity(path, known.size, uuid.uuid4().hex, stable=False)
+        return ObjectIdentity(path, known.size, known.tag)
+
+    def size(self, path: str) -> int:
+        check_relative(path)
+        size = self._known.get(path).size
+        if size is None:
+            size = self._objects.head(path).size
+        if size is None:
+            raise StorageError(f"{self.url}/{path}: the server states no size, so its end cannot be found")
+        return size
+
+    def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+        check_relative(path)
+        plan = plan_ranges(ranges)
+        return plan.assemble([self._objects.read(path, start, stop) for start, stop in plan.requests])
+
+    def read_all(self, path: str) -> bytes:
+        check_relative(path)
+        return self._objects.read(path)
+
+    def open(self, path: str) -> BinaryIO:
+        return open_ranges(self, path)
+
+    def list(self, prefix: str = "") -> list[ObjectIdentity]:
+        if prefix:
+            check_relative(prefix.rstrip("/"))
+        top = prefix.rstrip("/")
+        names = self._listed(top)
+        if names is None:
+            names = list(self._numbered(top))
+        return [self.identity(name) for name in sorted(names)]
+
+    def _listed(self, top: str) -> list[str] | None:
+        """Every file below ``top`` by the server's directory pages, or None where it has none."""
+        base = f"{self._location.url}/"
+        pending = [f"{base}{quote(top)}/" if top else base]
+        found: list[str] = []
+        seen = set(pending)
+        while pending:
+            page = pending.pop()
+            reply = ask("GET", page, {}, self._policy, limit=64 * 1024 * 1024)
+            if reply.status != 200 or "html" not in reply.headers.get("content-type", ""):
+                return None
+            for link in _links(page, reply.body.decode("utf-8", "replace")):
+                if link in seen or not link.startswith(page):
+                    continue
+                seen.add(link)
+                if link.endswith("/"):
+                    pending.append(link)
+                else:
+                    found.append(check_relative(unquote(link[len(base) :])))
+                if len(seen) > _MAX_LISTED:
+                    raise StorageError(f"{page}: more than {_MAX_LISTED} names in the directory pages; give a smaller root")
+        return found
+
+    def _numbered(self, top: str) -> Iterator[str]:
+        """LeRobot's numbered parquet files below ``top``, as far as they exist without a gap."""
+        stem = f"{top}/" if top else ""
+        count = 0
+        for chunk in range(_MAX_NUMBERED):
+            for number in range(_MAX_NUMBERED):
+                path = f"{stem}chunk-{chunk:03d}/file-{number:03d}.parquet"
+                try:
+                    self._objects.head(path)
+                except ObjectNotFoundError:
+                    if number == 0:
+                        return
+                    break
+                count += 1
+                if count > _MAX_NUMBERED:
+                    raise StorageError(f"{self.url}/{top}: more than {_MAX_NUMBERED} numbered files answer, which no dataset has")
+                yield path
+
+
+def _links(page: str, text: str) -> list[str]:
+    links: list[str] = []
+    for match in _LINK.finditer(text):
+        raw = match[1]
+        parts = urlsplit(raw)
+        if parts.query or parts.fragment:
+            continue
+        links.append(urljoin(page, raw))
+    return links
+
+
+def _tag(headers: Mapping[str, str]) -> str | None:
+    return clean_tag(headers.get("etag")) or headers.get("last-modified")
+
+
+def _rebuild(location: Location, policy: RetryPolicy, known: KnownObjects) -> HttpStore:
+    return HttpStore(location, policy=policy, known=known)

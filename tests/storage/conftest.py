@@ -1,0 +1,43 @@
+"""Fixtures of the storage suites: servers, a fast retry policy, and a check that nothing is left open."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from servers.clock import no_sleep
+from servers.ranges import RangeServer
+
+from ingest.storage.http import close_connections
+from ingest.storage.retry import RetryPolicy
+
+
+@pytest.fixture
+def fast() -> RetryPolicy:
+    """Retries that never sleep for real."""
+    return RetryPolicy(sleep=no_sleep, random=Random(0))
+
+
+@pytest.fixture
+def ranges() -> Iterator[RangeServer]:
+    with RangeServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_open() -> Iterator[None]:
+    """Descriptors and threads after a test equal those before it."""
+    close_connections()
+    before = _resources()
+    yield
+    close_connections()
+    after = _resources()
+    assert after[0] <= before[0] + 2, f"descriptors before {before[0]}, after {after[0]}"
+    assert after[1] <= before[1] | {name for name in after[1] if name.startswith(("fsspecIO", "asyncio_"))}
+
+
+def _resources() -> tuple[int, set[str]]:
+    return len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate() if "test-web-server" not in thread.name}
