@@ -1,0 +1,357 @@
+"""One worker's part of a build: cases and trajectories, skipped when complete, resumed where they stopped.
+
+Nothing here knows about processes: the Ray actors and the single-process build call the same methods.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ingest.errors import DamagedDataError, DatasetError
+from ingest.prefeature import layout
+from ingest.prefeature.cases import read_image
+from ingest.prefeature.config import Case, DatasetConfig, read_cases, read_config
+from ingest.prefeature.durable import FileDigest, hash_file, remove_orphans, require_space, write_tensors
+from ingest.prefeature.journal import JournalLine, JournalSet, JournalWriter, read_journals
+from ingest.prefeature.kvmath import FrozenTeacher
+from ingest.prefeature.layout import RecordKey
+from ingest.prefeature.reader import read_tensors
+from ingest.prefeature.rollout import CaseTensors, ChunkResult, Trajectory, final_latents, run_chunk, run_context
+from ingest.prefeature.storefiles import (
+    case_file,
+    compare_text_kv,
+    context_file,
+    load_case,
+    load_noise,
+    pad_text,
+    problem_with,
+    record_fields,
+    record_files,
+    step_file,
+    text_kv_file,
+    write_frozen,
+    write_record,
+)
+from ingest.prefeature.teacher import Teacher
+from ingest.prefeature.tensorfile import file_bytes
+from ingest.prefeature.videos import check_video, write_video
+
+Known = Mapping[tuple[str, int, int, int], JournalLine]
+Progress = Callable[[str, int], None]
+"""Called with what was done (``chunk_built``, ``chunk_kept``, ``video_built``, ...) and the bytes written."""
+
+ORPHAN_AGE_S = 60.0
+_PENDING = 2
+"""Chunks that may wait for the disk while the teacher goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryReport:
+    """What happened to one trajectory.
+
+    Attributes:
+        case_id, action_id: which one.
+        built: chunks computed, kept: chunks found complete, registered: complete ones that no journal knew.
+        video: whether the video was written.
+        finished: False when a stop was asked for.
+    """
+
+    case_id: int
+    action_id: int
+    built: tuple[int, ...]
+    kept: tuple[int, ...]
+    registered: tuple[int, ...]
+    video: bool
+    finished: bool
+
+
+def _silent(what: str, nbytes: int) -> None:
+    del what, nbytes
+
+
+class Workshop:
+    """A worker with its teacher loaded and its journal open.
+
+    Args:
+        root: dataset root with config and cases in place.
+        teacher: must be the recorded one.
+        worker: journal number.
+        deep: verify contents of existing files against the journal's hashes, not only headers.
+
+    Raises:
+        MetadataError: the teacher or the cases are not those of the dataset.
+        LockTimeoutError: another build uses the journal.
+    """
+
+    def __init__(self, root: Path, teacher: Teacher, worker: int, *, deep: bool = False) -> None:
+        self.root = root
+        self.config: DatasetConfig = read_config(root)
+        self.config.require_teacher(teacher.spec)
+        self.cases: list[Case] = read_cases(root, self.config)
+        self.teacher = teacher
+        self.frozen = FrozenTeacher(self.config.sizes, {n: t.to(torch.bfloat16) for n, t in teacher.frozen_parts().items()})
+        self.noise: Tensor = load_noise(root, self.config)
+        self.journal = JournalWriter(root, worker, self.config.fingerprint)
+        self._deep = deep
+
+    def close(self) -> None:
+        """Releases the journal."""
+        self.journal.close()
+
+    def build_frozen(self, known: Known) -> None:
+        """Writes the frozen weights once."""
+        line = known.get(("frozen", -1, -1, -1))
+        files = write_frozen(self.root, self.config, self.teacher)
+        if line is None or line.files != files:
+            self.journal.append("frozen", files, attempt=0 if line is None else line.attempt + 1)
+
+    def build_case(self, case_id: int, known: Known, progress: Progress = _silent) -> None:
+        """Image latent and text K/V of all blocks, from one prefill.
+
+        Raises:
+            DatasetError: a rebuild gives other text K/V than existing trajectories were made with.
+            DamagedDataError: the prepared image is damaged.
+        """
+        kinds = [text_kv_file(self.config, case_id), case_file(self.config, case_id)]
+        line = known.get(("case", case_id, -1, -1))
+        digests = line.files if line is not None and self._deep else None
+        if problem_with(self.root, self.config, kinds, digests) is None:
+            if line is None:
+                compare_text_kv(self.root, self.config, case_id)
+                self._journal_case(case_id, {kind.path: hash_file(self.root / kind.path) for kind in kinds}, line)
+            progress("case_kept", 0)
+            return
+        files = self._write_case(case_id)
+        compare_text_kv(self.root, self.config, case_id)
+        used = any(key[0] == "record" and key[1] == case_id for key in known)
+        if line is not None and line.files != files and used:
+            raise DatasetError(
+                f"case {case_id} was rebuilt with other text K/V than its trajectories were made with (another device or driver); "
+                "restore cases/ and the text K/V from the remote, or remove this case's steps, contexts and journal lines"
+            )
+        self._journal_case(case_id, files, line)
+        progress("case_built", sum(digest.size for digest in files.values()))
+
+    def _write_case(self, case_id: int) -> dict[str, FileDigest]:
+        sizes, case = self.config.sizes, self.cases[case_id]
+        inputs = self.teacher.encode_case(read_image(self.root, case), case.caption)
+        text = self.teacher.text_prefill(inputs)
+        valid = text.keys[0].shape[2]
+        mask = torch.zeros(1, sizes.text_pad_tokens, dtype=torch.bool)
+        mask[:, :valid] = True
+        tensors: dict[str, Tensor] = {"text_valid_mask": mask}
+        for block in range(sizes.depth):
+            tensors[f"block_{block:02d}_k_txt"] = pad_text(text.keys[block], sizes)
+            tensors[f"block_{block:02d}_v_txt"] = pad_text(text.values[block], sizes)
+        written: dict[str, FileDigest] = {}
+        whole, part = text_kv_file(self.config, case_id), case_file(self.config, case_id)
+        for kind, source in ((whole, tensors), (part, tensors | {"image_condition_latent": inputs.image_latent.cpu()})):
+            chosen = {spec.name: source[spec.name] for spec in kind.specs}
+            written[kind.path] = write_tensors(self.root / kind.path, kind.specs, chosen, self.config.metadata(kind.kind, kind.key))
+        return written
+
+    def _journal_case(self, case_id: int, files: Mapping[str, FileDigest], line: JournalLine | None) -> None:
+        self.journal.append("case", files, case_id=case_id, attempt=0 if line is None else line.attempt + 1)
+
+    def build_trajectory(
+        self,
+        case_id: int,
+        action_id: int,
+        known: Known,
+        *,
+        progress: Progress = _silent,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> TrajectoryReport:
+        """All chunks and the video of one trajectory.
+
+        Complete chunks are kept and their final latents taken from disk, so a trajectory resumes in its middle bit for bit.
+        A chunk after a rebuilt one is kept only when its context features follow exactly from the rebuilt latents.
+
+        Args:
+            case_id, action_id: which trajectory.
+            known: journal lines of the whole dataset.
+            progress: told about every step.
+            should_stop: asked before every chunk; True finishes what is under way and returns.
+
+        Raises:
+            DatasetError: the teacher contradicts itself.
+            StorageError: the disk failed or is full.
+        """
+        trajectory = Trajectory.of(self.config, action_id)
+        case = load_case(self.root, self.config, case_id)
+        latents = self.noise.clone()
+        built: list[int] = []
+        kept: list[int] = []
+        registered: list[int] = []
+        stopped = False
+        with _Committer() as committer:
+            for chunk in range(self.config.sizes.chunks):
+                if should_stop():
+                    stopped = True
+                    break
+                key = RecordKey(case_id, action_id, chunk)
+                line = known.get(("record", case_id, action_id, chunk))
+                digests = line.files if line is not None and self._deep else None
+                complete = problem_with(self.root, self.config, record_files(self.config, key), digests) is None
+                if complete and (not built or self._follows(key, trajectory, case, latents)):
+                    if line is None:
+                        self._register(key)
+                        registered.append(chunk)
+                    final = self._stored_latents(key)
+                    kept.append(chunk)
+                    progress("chunk_kept", 0)
+                else:
+                    started = time.perf_counter()
+                    context = run_context(self.teacher, trajectory, case, latents, chunk)
+                    result = run_chunk(self.teacher, self.frozen, trajectory, case, latents, chunk, context)
+                    final = result.final_latents
+                    built.append(chunk)
+                    attempt = 0 if line is None else line.attempt + 1
+                    seconds = time.perf_counter() - started
+                    committer.submit(lambda k=key, r=result, a=attempt, s=seconds: self._commit(k, r, a, s, progress))
+                frames = trajectory.chunk_frames(chunk)
+                latents[:, :, frames.start : frames.stop] = final
+        video = False
+        if not stopped:
+            video = self._build_video(case_id, action_id, latents, known, force=bool(built))
+            progress("video_built" if video else "video_kept", 0)
+        return TrajectoryReport(case_id, action_id, tuple(built), tuple(kept), tuple(registered), video, not stopped)
+
+    def _commit(self, key: RecordKey, result: ChunkResult, attempt: int, seconds: float, progress: Progress) -> None:
+        files = write_record(self.root, self.config, key, result)
+        fields = record_fields(self.root, self.config, key)
+        self.journal.append("record", files, **fields, attempt=attempt, seconds=round(seconds, 3))
+        progress("chunk_built", sum(digest.size for digest in files.values()))
+
+    def _register(self, key: RecordKey) -> None:
+        """Journals a record that was completed just before a crash kept its line from being written."""
+        files = {kind.path: hash_file(self.root / kind.path) for kind in record_files(self.config, key)}
+        self.journal.append("record", files, **record_fields(self.root, self.config, key), attempt=0)
+
+    def _stored_latents(self, key: RecordKey) -> Tensor:
+        last = self.config.sizes.steps - 1
+        names = [f"step_{last}_noisy_sample", f"step_{last}_velocity"]
+        return final_latents(read_tensors(self.root, layout.step_path(key), names), self.config.sizes.steps)
+
+    def _follows(self, key: RecordKey, trajectory: Trajectory, case: CaseTensors, latents: Tensor) -> bool:
+        """Whether a stored chunk is what the present latents of earlier chunks lead to."""
+        frames = trajectory.chunk_frames(key.chunk_id)
+        start = read_tensors(self.root, step_file(self.config, key).path, ["step_0_noisy_sample"])["step_0_noisy_sample"]
+        if not torch.equal(start, latents[:, :, frames.start : frames.stop]):
+            return False
+        context = run_context(self.teacher, trajectory, case, latents, key.chunk_id)
+        for block in self.config.sizes.blocks:
+            stored = read_tensors(self.root, context_file(self.config, key, block).path, ["img_modulated"])["img_modulated"]
+            if context.frames and not torch.equal(stored, context.captured[block].cpu()):
+                return False
+        return True
+
+    def _build_video(self, case_id: int, action_id: int, latents: Tensor, known: Known, *, force: bool) -> bool:
+        name = layout.video_path(case_id, action_id)
+        path = self.root / name
+        line = known.get(("video", case_id, action_id, -1))
+        if not force and path.is_file():
+            recorded = None if line is None else line.files.get(name)
+            try:
+                if recorded is None or self._deep:
+                    check_video(path, name, self.config.sizes)
+                found = hash_file(path)
+                if recorded is None:
+                    self.journal.append("video", {name: found}, case_id=case_id, action_id=action_id, attempt=0)
+                    return False
+                if recorded == found:
+                    return False
+            except DamagedDataError:
+                pass  # rewritten below
+        write_video(path, self.teacher.decode(latents), self.config.sizes)
+        attempt = 0 if line is None else line.attempt + 1
+        self.journal.append("video", {name: hash_file(path)}, case_id=case_id, action_id=action_id, attempt=attempt)
+        return True
+
+
+class _Committer:
+    """Writes chunks in order on one background thread; the first failure stops the trajectory."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> _Committer:
+        return self
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queues one commit, waiting while two are under way."""
+        while len(self._pending) >= _PENDING:
+            self._pending.popleft().result()
+        self._pending.append(self._pool.submit(work))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending:
+                work = self._pending.popleft()
+                if kind is None:
+                    work.result()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+
+
+def remaining_bytes(root: Path, config: DatasetConfig) -> int:
+    """Tensor bytes that a build still has to write, judged by which files exist."""
+    missing = 0
+    for case in range(config.sizes.cases):
+        for kind in (text_kv_file(config, case), case_file(config, case)):
+            missing += 0 if (root / kind.path).exists() else file_bytes(kind.specs)
+    for action in range(len(config.actions)):
+        for chunk in range(config.sizes.chunks):
+            key = RecordKey(0, action, chunk)
+            sizes = [(kind.path, file_bytes(kind.specs)) for kind in record_files(config, key)]
+            for case in range(config.sizes.cases):
+                missing += sum(size for path, size in sizes if not (root / path.replace("case_0000", f"case_{case:04d}")).exists())
+    return missing
+
+
+def begin_build(root: Path) -> tuple[DatasetConfig, JournalSet]:
+    """Checks a dataset folder before any worker starts.
+
+    Orphaned temporary files are removed, the disk space is checked, journals are read.
+
+    Raises:
+        MetadataError: config, cases or journals do not fit together, or journals contradict each other.
+        StorageError: not enough disk space.
+    """
+    config = read_config(root)
+    read_cases(root, config)
+    remove_orphans(root, older_s=ORPHAN_AGE_S)
+    require_space(root, remaining_bytes(root, config), "the rest of the build")
+    return config, read_journals(root, config.fingerprint)
+
+
+def build_local(
+    root: Path, teacher: Teacher, *, deep: bool = False, only: Iterable[tuple[int, int]] | None = None
+) -> list[TrajectoryReport]:
+    """The whole build in this process, without merge.
+
+    Args:
+        root: dataset root after the cases stage.
+        teacher: the recorded teacher.
+        deep: verify contents of what exists.
+        only: ``(case_id, action_id)`` pairs; all when None.
+    """
+    config, journals = begin_build(root)
+    shop = Workshop(root, teacher, 0, deep=deep)
+    try:
+        shop.build_frozen(journals.lines)
+        wanted = list(only) if only is not None else list(layout.trajectories(config.sizes, len(config.actions)))
+        for case_id in sorted({case for case, _ in wanted}):
+            shop.build_case(case_id, journals.lines)
+        return [shop.build_trajectory(case, action, journals.lines) for case, action in wanted]
+    finally:
+        shop.close()

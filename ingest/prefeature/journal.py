@@ -1,0 +1,173 @@
+"""Worker journals (``manifests/worker_W.jsonl``): one fsynced line per committed piece of work.
+
+A line is the commit point: it is written after every file it names is durable. Lines carry sizes and hashes, so merge
+and resume trust nothing that is not verified.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ingest.errors import LockTimeoutError, MetadataError
+from ingest.prefeature import layout
+from ingest.prefeature.durable import FileDigest
+from ingest.prefeature.jsonio import MAX_JSON_BYTES, as_object, canonical_json, parse_object
+
+VOLATILE = frozenset({"worker_id", "seconds", "attempt"})
+"""Fields that may differ between two lines about the same, identical work."""
+
+KINDS = frozenset({"frozen", "case", "record", "video"})
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLine:
+    """One committed piece of work and where it was written down."""
+
+    fields: Mapping[str, Any]
+    file: str
+    number: int
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """Kind and ids; -1 where an id does not apply."""
+        ids = [int(self.fields.get(name, -1)) for name in ("case_id", "action_id", "chunk_id")]
+        return str(self.fields["kind"]), ids[0], ids[1], ids[2]
+
+    @property
+    def attempt(self) -> int:
+        """How often this work had been redone on purpose when the line was written."""
+        return int(self.fields.get("attempt", 0))
+
+    @property
+    def files(self) -> dict[str, FileDigest]:
+        """Digests by path."""
+        where = f"{self.file} line {self.number}"
+        try:
+            return {
+                path: FileDigest(int(item["size"]), str(item["sha256"])) for path, item in as_object(self.fields["files"], where).items()
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise MetadataError(f"{where}: files are malformed ({error!r})") from error
+
+    @property
+    def where(self) -> str:
+        """File and line number for messages."""
+        return f"{self.file} line {self.number}"
+
+    def content(self) -> dict[str, Any]:
+        """Everything that must agree between duplicates."""
+        return {name: value for name, value in self.fields.items() if name not in VOLATILE}
+
+
+@dataclass(slots=True)
+class JournalSet:
+    """All journals of a dataset.
+
+    Attributes:
+        lines: the line that counts, by key.
+        warnings: torn tails, duplicates, lines of other builds.
+        conflicts: pairs of lines that contradict each other, as text.
+    """
+
+    lines: dict[tuple[str, int, int, int], JournalLine] = field(default_factory=dict[tuple[str, int, int, int], JournalLine])
+    warnings: list[str] = field(default_factory=list[str])
+    conflicts: list[str] = field(default_factory=list[str])
+
+    def add(self, line: JournalLine) -> None:
+        """Keeps the later attempt; equal attempts must agree."""
+        known = self.lines.get(line.key)
+        if known is None or line.attempt > known.attempt:
+            self.lines[line.key] = line
+        elif line.attempt == known.attempt:
+            if line.content() == known.content():
+                self.warnings.append(f"{known.where} and {line.where} both record {line.key}; they agree, one is kept")
+            else:
+                names = sorted(
+                    name for name in {*line.content(), *known.content()} if line.content().get(name) != known.content().get(name)
+                )
+                self.conflicts.append(f"{known.where} and {line.where} disagree about {line.key} in {', '.join(names)}")
+
+
+class JournalWriter:
+    """Appends to the journal of one worker; holds a lock so that two builds cannot share it."""
+
+    def __init__(self, root: Path, worker: int, fingerprint: str) -> None:
+        self._worker = worker
+        self._fingerprint = fingerprint
+        path = root / layout.journal_path(worker)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._descriptor)
+            raise LockTimeoutError(f"{path} is in use: another build of this dataset is running; wait for it or stop it") from None
+        self._drop_torn_tail()
+
+    def _drop_torn_tail(self) -> None:
+        """A crash may leave half a line at the end; later lines must not be glued to it."""
+        size = os.fstat(self._descriptor).st_size
+        keep = size
+        while keep > 0:
+            start = max(0, keep - 65_536)
+            at = os.pread(self._descriptor, keep - start, start).rfind(b"\n")
+            keep = start + at + 1 if at >= 0 else start
+            if at >= 0:
+                break
+        if keep != size:
+            os.ftruncate(self._descriptor, keep)
+            os.fsync(self._descriptor)
+        os.lseek(self._descriptor, 0, os.SEEK_END)
+
+    def append(self, kind: str, files: Mapping[str, FileDigest], **fields: Any) -> None:
+        """Writes and fsyncs one line."""
+        row: dict[str, Any] = {
+            "kind": kind,
+            "files": {path: {"size": digest.size, "sha256": digest.sha256} for path, digest in files.items()},
+            "build_fingerprint": self._fingerprint,
+            "worker_id": self._worker,
+            **fields,
+        }
+        data = (canonical_json(row) + "\n").encode()
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Releases the journal."""
+        os.close(self._descriptor)
+
+
+def read_journals(root: Path, fingerprint: str) -> JournalSet:
+    """Reads every worker journal.
+
+    Raises:
+        MetadataError: a line other than a torn last one cannot be read, or a line belongs to another build.
+    """
+    found = JournalSet()
+    folder = root / layout.JOURNALS
+    paths = sorted(folder.glob("worker_*.jsonl"), key=lambda path: (len(path.name), path.name)) if folder.is_dir() else []
+    for path in paths:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise MetadataError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
+        rows = path.read_bytes().split(b"\n")
+        name = f"{layout.JOURNALS}/{path.name}"
+        torn = rows.pop()
+        if torn:
+            found.warnings.append(f"{name} line {len(rows) + 1}: torn by a crash, ignored")
+        for number, raw in enumerate(rows, 1):
+            line = JournalLine(parse_object(raw, f"{name} line {number}"), name, number)
+            if line.fields.get("kind") not in KINDS or not isinstance(line.fields.get("files"), dict):
+                raise MetadataError(f"{line.where}: not a journal line of kind {', '.join(sorted(KINDS))}")
+            if line.fields.get("build_fingerprint") != fingerprint:
+                raise MetadataError(
+                    f"{line.where}: belongs to build {line.fields.get('build_fingerprint')}, this dataset is {fingerprint}; "
+                    "move the files of the other build away"
+                )
+            found.add(line)
+    return found

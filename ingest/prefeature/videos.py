@@ -1,0 +1,101 @@
+"""The reference videos: H.264 4:2:0, exact picture count, verified by decoding before they get their name."""
+
+# pyright: reportUnknownMemberType=false
+# (PyAV leaves packets generic)
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import av
+import numpy as np
+from av.error import FFmpegError
+from numpy.typing import NDArray
+
+from ingest.errors import DamagedDataError, DatasetError
+from ingest.prefeature.durable import temporary_name, write_atomic
+from ingest.prefeature.sizes import Sizes
+
+
+def count_pictures(path: Path, name: str) -> tuple[int, int, int]:
+    """Decodes a video.
+
+    Args:
+        path: the file.
+        name: named in errors.
+
+    Returns:
+        Pictures decoded, width, height. The container's own count is not trusted.
+
+    Raises:
+        DamagedDataError: it cannot be opened or decoded, has no video, or changes its size.
+    """
+    count, shapes = 0, set[tuple[int, int]]()
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise DamagedDataError(f"{name}: holds no video stream", file=name)
+            for picture in container.decode(container.streams.video[0]):
+                count += 1
+                shapes.add((picture.width, picture.height))
+    except (FFmpegError, OSError, ValueError) as error:
+        if isinstance(error, DamagedDataError):
+            raise
+        raise DamagedDataError(f"{name}: cannot be decoded ({error})", file=name) from error
+    if len(shapes) != 1:
+        raise DamagedDataError(f"{name}: pictures of {sorted(shapes) or 'no'} sizes", file=name)
+    width, height = shapes.pop()
+    return count, width, height
+
+
+def check_video(path: Path, name: str, sizes: Sizes) -> None:
+    """Checks a reference video.
+
+    Raises:
+        DamagedDataError: another number or size of pictures.
+    """
+    count, width, height = count_pictures(path, name)
+    if count != sizes.video_frames:
+        raise DamagedDataError(f"{name}: {count} pictures decoded, expected {sizes.video_frames}", file=name, picture=count)
+    if (width, height) != (sizes.width, sizes.height):
+        raise DamagedDataError(f"{name}: {width}x{height}, expected {sizes.width}x{sizes.height}", file=name)
+
+
+def _checked(pictures: Iterable[NDArray[np.uint8]], sizes: Sizes) -> Iterator[NDArray[np.uint8]]:
+    made = 0
+    for picture in itertools.islice(pictures, sizes.video_frames + 1):
+        if picture.shape != (sizes.height, sizes.width, 3):
+            raise DatasetError(f"picture {made} is {picture.shape}, expected {(sizes.height, sizes.width, 3)}")
+        made += 1
+        yield picture
+    if made != sizes.video_frames:
+        raise DatasetError(f"the teacher decoded {made} pictures, expected {sizes.video_frames}")
+
+
+def write_video(path: Path, pictures: Iterable[NDArray[np.uint8]], sizes: Sizes) -> None:
+    """Encodes and puts a video in place once it decodes to the right number of pictures.
+
+    One encoder thread keeps the bytes equal on every machine with the same codec build.
+
+    Raises:
+        DatasetError: the teacher gave another number or shape of pictures.
+        DamagedDataError: the encoded file does not decode to what went in.
+        StorageError: the file system failed.
+    """
+    scratch = temporary_name(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with av.open(str(scratch), "w", format="mp4", options={"movflags": "+faststart", "fflags": "+bitexact"}) as container:
+            stream = container.add_stream("libx264", rate=sizes.fps, options={"crf": "18", "preset": "medium", "threads": "1"})
+            stream.width, stream.height, stream.pix_fmt = sizes.width, sizes.height, "yuv420p"
+            stream.codec_context.thread_count = 1
+            for picture in _checked(pictures, sizes):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")))
+            container.mux(stream.encode(None))
+        data = scratch.read_bytes()
+    except FFmpegError as error:
+        raise DatasetError(f"{path.name}: cannot be encoded ({error})") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+    write_atomic(path, lambda handle: handle.write(data), verify=lambda made: check_video(made, path.name, sizes))
