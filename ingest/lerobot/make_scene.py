@@ -78,6 +78,6 @@ class Scene:
         centre_y = (down + 1) / 2 * (height - 1)
         left, right = max(0, int(centre_x - radius) - 1), min(width, int(centre_x + radius) + 2)
         top, bottom = max(0, int(centre_y - radius) - 1), min(height, int(centre_y + radius) + 2)
-        rows = np.arange(top, bottom)[:, None] - centre_y
-        columns = np.arange(left, right)[None, :] - centre_x
+        rows: NDArray[np.float64] = np.arange(top, bottom, dtype=np.float64)[:, None] - centre_y
+        columns: NDArray[np.float64] = np.arange(left, right, dtype=np.float64)[None, :] - centre_x
         field[top:bottom, left:right][rows**2 + columns**2 <= radius**2] = 210

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ingest.errors import DatasetError, MetadataError, ObjectNotFoundError, UnsafeInputError
+from ingest.errors import DatasetError, MetadataError, ObjectNotFoundError, ReelrayError, UnsafeInputError
 from ingest.storage.base import Store
 
 MAX_READ_BYTES = 8 << 30
@@ -59,16 +59,14 @@ class ParquetSource:
             footer: a footer read before, which saves reading it again.
         """
         try:
-            handle = self.store.open(self.path)
+            with self.store.open(self.path) as handle:
+                yield pq.ParquetFile(handle, metadata=footer)
         except ObjectNotFoundError as error:
             raise self.make_error(f"{self.where} is missing") from error
-        with handle:
-            try:
-                yield pq.ParquetFile(handle, metadata=footer)
-            except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-                if isinstance(error, DatasetError | UnsafeInputError):
-                    raise
-                raise self.make_error(self._cause(error)) from error
+        except ReelrayError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+            raise self.make_error(self._cause(error)) from error
 
     def _cause(self, error: Exception) -> str:
         size = self.store.size(self.path)

@@ -91,7 +91,7 @@ class Source:
             SelectionError: no episode maps to ``path``.
         """
         mapped = self.camera_map(camera)
-        number = mapped.file_number(path)
+        number = mapped.numbers.get(path)
         if number is None:
             raise SelectionError(f"{self.store.url}: no episode has pictures of {camera} in {path}")
         check_picture_count(self.store.url, self.episodes, mapped, number, presented)
@@ -139,12 +139,21 @@ def describe_source(store: Store, *, allow_unknown_version: bool = False) -> tup
     """Like ``open_source``, but contradictions are returned instead of raised, so that an audit sees all of them."""
     info = read_info(store, allow_unknown_version=allow_unknown_version)
     table, findings = read_episode_table(store, info)
-    tasks = read_tasks(store)
+    source, found = assemble(store, info, table, read_tasks(store), read_stats(store), findings)
+    return source, found
+
+
+def assemble(
+    store: Store, info: Info, table: EpisodeTable, tasks: Tasks, stats: Stats, findings: Sequence[Finding]
+) -> tuple[Source, list[Finding]]:
+    """Joins the parts of a description and checks them against each other.
+
+    Returns:
+        The source, and ``findings`` with all contradictions behind them.
+    """
     maps = map_cameras(info, table)
-    findings += check_table(table)
-    findings += check_counts(info, table, len(tasks))
-    findings += check_file_numbers(info, table, list(maps.values()))
+    found = [*findings, *check_table(table), *check_counts(info, table, len(tasks)), *check_file_numbers(info, table, list(maps.values()))]
     for camera in maps.values():
-        findings += check_video_starts(info, table, camera)
-    kept = tuple(finding for finding in findings if finding.severity != "error" or finding.repairable)
-    return Source(store, info, table, tasks, read_stats(store), maps, kept), findings
+        found += check_video_starts(info, table, camera)
+    kept = tuple(finding for finding in found if finding.severity != "error" or finding.repairable)
+    return Source(store, info, table, tasks, stats, maps, kept), found

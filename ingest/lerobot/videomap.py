@@ -24,6 +24,8 @@ class CameraMap:
         first_picture: int64[E], picture number (presentation order of the file) of the episode's frame 0.
         pictures: int64[F], pictures that rows map to, by file.
         order: int64[E], rows of the episode table sorted by file, then position.
+        borders: int64[F + 1], where each file's rows begin in ``order``.
+        numbers: number in ``paths`` by path.
     """
 
     camera: str
@@ -32,15 +34,12 @@ class CameraMap:
     first_picture: NDArray[np.int64]
     pictures: NDArray[np.int64]
     order: NDArray[np.int64]
+    borders: NDArray[np.int64]
+    numbers: Mapping[str, int]
 
     def rows_of(self, file: int) -> NDArray[np.int64]:
         """Rows of the episode table whose pictures are in ``paths[file]``, by position."""
-        start, stop = np.searchsorted(self.file[self.order], [file, file + 1])
-        return self.order[start:stop]
-
-    def file_number(self, path: str) -> int | None:
-        """Number of a path, or None when no episode maps to it."""
-        return self.paths.index(path) if path in self.paths else None
+        return self.order[self.borders[file] : self.borders[file + 1]]
 
 
 def map_cameras(info: Info, table: EpisodeTable) -> Mapping[str, CameraMap]:
@@ -61,18 +60,21 @@ def _map_camera(info: Info, table: EpisodeTable, camera: str) -> CameraMap:
     file = file.reshape(-1).astype(np.int32)
     order = np.lexsort((table.episode_index, spans.from_timestamp, file))
     before = np.cumsum(table.length[order]) - table.length[order]
-    starts = np.searchsorted(file[order], np.arange(len(pairs)))
+    borders = np.searchsorted(file[order], np.arange(len(pairs) + 1))
     first = np.empty(len(table), dtype=np.int64)
-    first[order] = before - before[starts][file[order]] if len(table) else before
+    first[order] = before - before[borders[:-1]][file[order]] if len(table) else before
     pictures = np.zeros(len(pairs), dtype=np.int64)
     np.add.at(pictures, file, table.length)
+    paths = tuple(info.video_file(camera, int(chunk), int(number)) for chunk, number in pairs)
     return CameraMap(
         camera=camera,
-        paths=tuple(info.video_file(camera, int(chunk), int(number)) for chunk, number in pairs),
+        paths=paths,
         file=file,
         first_picture=first,
         pictures=pictures,
         order=order.astype(np.int64),
+        borders=borders.astype(np.int64),
+        numbers={path: number for number, path in enumerate(paths)},
     )
 
 

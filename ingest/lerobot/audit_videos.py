@@ -1,0 +1,220 @@
+"""Every video file against the rows that map to it: presence, picture counts, times, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.errors import ObjectNotFoundError, PictureCountError, ReelrayError
+from ingest.lerobot.findings import Finding, Findings, Severity
+from ingest.lerobot.source import Source
+from ingest.lerobot.videomap import CameraMap
+from ingest.video.index import VideoIndex
+from ingest.video.tables import SampleTable
+
+_FPS_TOLERANCE = 0.005
+_LISTED = 5
+_FOURCC = {
+    "avc1": "h264",
+    "avc3": "h264",
+    "hvc1": "hevc",
+    "hev1": "hevc",
+    "av01": "av1",
+    "mp4v": "mpeg4",
+    "vp09": "vp9",
+    "vp08": "vp8",
+}
+_SAME_CODEC = {"h265": "hevc", "libx264": "h264", "libx265": "hevc", "libsvtav1": "av1", "avc": "h264", "mp4v": "mpeg4"}
+
+
+@dataclass(slots=True)
+class VideoAudit:
+    """The state of a walk over all video files.
+
+    Attributes:
+        source: the dataset.
+        index: gives sample tables.
+        findings: where faults go.
+        tolerance_s: most that a picture's time may differ from its row's.
+        time_severity: severity of a deviation above it.
+        files, pictures: walked so far.
+    """
+
+    source: Source
+    index: VideoIndex
+    findings: Findings
+    tolerance_s: float
+    time_severity: Severity
+    files: int = 0
+    pictures: int = 0
+
+    def run(self) -> Iterator[str]:
+        """Walks all files, yielding each path before it is read."""
+        for camera in self.source.maps.values():
+            missing: list[int] = []
+            for number, path in enumerate(camera.paths):
+                yield path
+                try:
+                    table = self.index.table(path)
+                except ObjectNotFoundError:
+                    missing.append(number)
+                except ReelrayError as error:
+                    self._unreadable(camera, number, error)
+                else:
+                    self.files += 1
+                    self.pictures += len(table.presented)
+                    self._file(camera, number, table)
+            self._missing(camera, missing)
+
+    def _episodes(self, camera: CameraMap, file: int) -> NDArray[np.int64]:
+        return self.source.episodes.episode_index[camera.rows_of(file)]
+
+    def _missing(self, camera: CameraMap, missing: list[int]) -> None:
+        for number in missing[:_LISTED]:
+            path, episodes = camera.paths[number], self._episodes(camera, number)
+            total = f" ({len(missing)} of {len(camera.paths)} files of this camera are missing)" if len(missing) > 1 else ""
+            self.findings.add(
+                Finding(
+                    code="video_missing",
+                    severity="error",
+                    message=(
+                        f"{path} is missing: {camera.camera} of {len(episodes)} episodes, from {int(episodes[0])} on, "
+                        f"should be there{total}"
+                    ),
+                    file=path,
+                    episode=int(episodes[0]),
+                    column=camera.camera,
+                    found="no file",
+                    expected=path,
+                )
+            )
+
+    def _unreadable(self, camera: CameraMap, file: int, error: ReelrayError) -> None:
+        path, episodes = camera.paths[file], self._episodes(camera, file)
+        message = str(error)
+        try:
+            head = self.source.store.read_ranges(path, [(0, min(64, self.source.store.size(path)))])[0]
+        except ReelrayError:
+            head = b""
+        if head.startswith(b"version https://git-lfs"):
+            message = f"{path} is a Git LFS pointer, not the video; run `git lfs pull`"
+        self.findings.add(
+            Finding(
+                code="video_unreadable",
+                severity="error",
+                message=f"{message} (holds {camera.camera} of {len(episodes)} episodes from {int(episodes[0])} on)",
+                file=path,
+                episode=int(episodes[0]),
+                column=camera.camera,
+            )
+        )
+
+    def _file(self, camera: CameraMap, file: int, table: SampleTable) -> None:
+        path, expected = camera.paths[file], int(camera.pictures[file])
+        try:
+            self.source.check_pictures(path, camera.camera, len(table.presented))
+        except PictureCountError as error:
+            for episode in error.episodes or (None,):
+                self.findings.add(
+                    Finding(
+                        code="picture_count",
+                        severity="error",
+                        message=str(error).removeprefix(f"{self.source.store.url}: "),
+                        file=path,
+                        episode=episode,
+                        column=camera.camera,
+                        found=f"{len(table.presented)} pictures",
+                        expected=f"{expected} pictures",
+                    )
+                )
+                if len(table.presented) > expected:
+                    break
+        else:
+            self._times(camera, file, table)
+        self._shape(camera, path, table)
+
+    def _times(self, camera: CameraMap, file: int, table: SampleTable) -> None:
+        """Picture times against ``from_timestamp + frame / fps``, and the file's rate against the dataset's."""
+        path, info, episodes = camera.paths[file], self.source.info, self.source.episodes
+        seconds = picture_times(table)
+        rows = camera.rows_of(file)
+        lengths = episodes.length[rows]
+        starts = np.repeat(episodes.cameras[camera.camera].from_timestamp[rows], lengths)
+        frames = np.arange(len(starts)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        deviation = np.abs(seconds - (starts + frames / info.fps))
+        over = np.flatnonzero(~(deviation <= self.tolerance_s + 1e-9))
+        if over.size:
+            worst = int(np.argmax(deviation))
+            owner = int(episodes.episode_index[rows[int(np.searchsorted(np.cumsum(lengths), worst, side="right"))]])
+            first = int(episodes.episode_index[rows[int(np.searchsorted(np.cumsum(lengths), int(over[0]), side="right"))]])
+            self.findings.add(
+                Finding(
+                    code="time_drift",
+                    severity=self.time_severity,
+                    message=(
+                        f"{path}: {camera.camera}: {len(over)} of {len(seconds)} picture times differ from "
+                        f"from_timestamp + frame_index / fps by more than {self.tolerance_s:g} s, from episode {first} on; "
+                        f"most at episode {owner}, frame {int(frames[worst])}: "
+                        f"{seconds[worst]:.6g} s, expected {starts[worst] + frames[worst] / info.fps:.6g} s ({deviation[worst]:.4g} s, "
+                        f"{deviation[worst] * info.fps:.2f} frames). Pictures belong to rows by position, so reading is exact"
+                    ),
+                    file=path,
+                    episode=owner,
+                    column=f"videos/{camera.camera}/from_timestamp",
+                    found=f"{seconds[worst]:.6g}",
+                    expected=f"{starts[worst] + frames[worst] / info.fps:.6g}",
+                )
+            )
+        steps = np.diff(seconds)
+        step_s = float(np.median(steps)) if steps.size else 0.0
+        if step_s > 0 and abs(1 / step_s - info.fps) > _FPS_TOLERANCE * info.fps:
+            self.findings.add(
+                Finding(
+                    code="fps_mismatch",
+                    severity="warning",
+                    message=f"{path}: its pictures come at {1 / step_s:.4g} fps, but meta/info.json says fps {info.fps:g}",
+                    file=path,
+                    column="fps",
+                    found=f"{info.fps:g}",
+                    expected=f"{1 / step_s:.4g}",
+                )
+            )
+
+    def _shape(self, camera: CameraMap, path: str, table: SampleTable) -> None:
+        feature = self.source.info.features[camera.camera]
+        height, width, _channels = feature.picture_shape
+        if (table.height, table.width) != (height, width):
+            self.findings.add(
+                Finding(
+                    code="picture_size",
+                    severity="error",
+                    message=f"{path} holds {table.width}x{table.height} pictures, but {camera.camera} is declared as {width}x{height}",
+                    file=path,
+                    column=camera.camera,
+                    found=f"{table.width}x{table.height}",
+                    expected=f"{width}x{height}",
+                )
+            )
+        declared: Any = feature.details.get("video.codec")
+        actual = _FOURCC.get(table.codec, table.codec)
+        if isinstance(declared, str) and _SAME_CODEC.get(declared, declared) != actual:
+            self.findings.add(
+                Finding(
+                    code="codec_mismatch",
+                    severity="info",
+                    message=f"{path} is encoded as {actual}, but meta/info.json says {declared}; the file is what counts",
+                    file=path,
+                    column=camera.camera,
+                    found=declared,
+                    expected=actual,
+                )
+            )
+
+
+def picture_times(table: SampleTable) -> NDArray[np.float64]:
+    """float64[P] seconds at which the file shows its pictures, after edit lists."""
+    return np.asarray(table.sample_pts, dtype=np.float64)[np.asarray(table.presented, dtype=np.int64)]
