@@ -109,6 +109,10 @@ class DecodeError(DamagedDataError):
     """A picture could not be decoded, or the decoder returned another one than was asked for."""
 
 
+class LeadInError(DecodeError):
+    """Decoding has to begin earlier: the random-access point is none, or its pictures need a lead-in."""
+
+
 class ChecksumError(DamagedDataError):
     """Payload bytes differ from the checksum recorded in the sidecar."""
 

@@ -13,7 +13,7 @@ from av.packet import Packet
 from av.video.codeccontext import VideoCodecContext
 from numpy.typing import NDArray
 
-from ingest.errors import DecodeError, ShortReadError, VideoFormatError
+from ingest.errors import DecodeError, LeadInError, ShortReadError, VideoFormatError
 from ingest.video.entries import MAX_PIXELS, SampleEntry, parse_sample_entries
 from ingest.video.keys import HEAD_BYTES, can_start
 from ingest.video.pixels import PictureWriter
@@ -22,6 +22,9 @@ from ingest.video.tables import SampleTable
 
 Payload = Sequence[bytes | bytearray | memoryview] | bytes | bytearray | memoryview
 """Contents of a span's ranges: one buffer per range, or a single buffer when there is one range."""
+
+_MAX_PACKET_BYTES = (1 << 31) - 65
+_MIN_PIXELS_ALLOWED = 1 << 20
 
 
 def decode_pictures(
@@ -43,6 +46,7 @@ def decode_pictures(
 
     Raises:
         DecodeError: damaged data; names the file and the picture.
+        LeadInError: the decoder found no fault, but the span begins too late to show a picture.
         ShortReadError: the payload is not as long as the ranges.
         VideoFormatError: the codec cannot be decoded.
     """
@@ -61,14 +65,15 @@ def decode_pictures(
         if sample in held or picture < int(numbers[due]):
             raise _damaged(table, picture, "the decoder returned the picture twice")
         if frame.is_corrupt:
-            raise _damaged(table, picture, "the decoder marks the picture as damaged")
+            raise _damaged(table, picture, "the decoder marks the picture as damaged", late_start=span.first > 0)
         held[sample] = frame
         while due < len(order) and order[due] in held:
             yield int(numbers[due]), held.pop(order[due])
             due += 1
         if due == len(order):
             return
-    raise _damaged(table, int(numbers[due]), f"the decoder returned no such picture from samples {span.first}..{span.stop - 1}")
+    what = f"the decoder returned no such picture from samples {span.first}..{span.stop - 1}"
+    raise _damaged(table, int(numbers[due]), what, late_start=span.first > 0)
 
 
 def decode_into(
@@ -105,11 +110,11 @@ def decode_into(
         yield position, picture
 
 
-def _damaged(table: SampleTable, picture: int, what: str) -> DecodeError:
+def _damaged(table: SampleTable, picture: int, what: str, *, late_start: bool = False) -> DecodeError:
     sample = int(table.presented[picture])
     start = int(table.offsets[sample])
     stop = start + int(table.sizes[sample])
-    return DecodeError(
+    return (LeadInError if late_start else DecodeError)(
         f"{table.path}: picture {picture} (sample {sample}, bytes {start}..{stop}) cannot be decoded: {what}",
         file=table.path,
         byte_range=(start, stop),
@@ -143,7 +148,7 @@ def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], le
     depth = _reorder_depth(table, span)
     head = buffers[chunk[0]][at[0] : at[0] + min(sizes[0], HEAD_BYTES)]
     if span.first and can_start(entries[descriptions[0]], bytes(head)) is False:
-        raise _damaged(table, int(span.wanted[0]), f"sample {span.first} is declared a key picture and is none")
+        raise _damaged(table, int(span.wanted[0]), f"sample {span.first} is declared a key picture and is none", late_start=True)
     current = -1
     decoder: VideoCodecContext | None = None
     for index, size in enumerate(sizes):
@@ -154,6 +159,8 @@ def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], le
             decoder = open_decoder(entries[current], table.path, depth)
         sample = span.first + index
         assert decoder is not None  # no description is -1
+        if size > _MAX_PACKET_BYTES:
+            raise _damaged(table, int(span.wanted[0]), f"sample {sample} declares {size} bytes")
         packet = Packet(size)
         if size:
             packet.update(cast("bytes", buffers[chunk[index]][at[index] : at[index] + size]))
@@ -220,6 +227,8 @@ def open_decoder(entry: SampleEntry, path: str, reorder_depth: int = 0) -> Video
     context.thread_type = ThreadType.NONE
     context.codec_tag = entry.fourcc
     context.width, context.height = entry.width, entry.height
+    # A stream may be larger than its sample entry says, within reason: memory is spent on what the stream says.
+    context.options = {"max_pixels": str(max(4 * entry.width * entry.height, _MIN_PIXELS_ALLOWED))}
     if entry.depth:
         context.bits_per_coded_sample = entry.depth
     if entry.extradata:

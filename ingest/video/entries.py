@@ -8,7 +8,7 @@ from ingest.errors import VideoFormatError
 from ingest.video.layout import children, fail
 
 MAX_SIDE = 16_384
-MAX_PIXELS = 1 << 27
+MAX_PIXELS = 1 << 25
 _VISUAL_ENTRY_BYTES = 78
 
 _DECODERS = {
@@ -46,7 +46,7 @@ _MP4_OBJECT_TYPES = {
     0x6C: "mjpeg",
     0x6D: "png",
 }
-_INTRA_ONLY = frozenset({"prores", "png", "mjpeg", "ffv1"})
+_INTRA_ONLY = frozenset({"prores", "png", "mjpeg"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ingest.video.tracks import SampleArrays
 
 _NOT_SYNC = 0x0001_0000
 _DEPENDS_ON_OTHERS = 0x0100_0000
-_MAX_TRACK_RUNS = 100_000
+_MAX_TRACK_RUNS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ MAX_PROBE_BYTES = 64 << 20
 """Most metadata bytes read from one file unless the caller allows more."""
 
 _JUMP_BYTES = 64 << 10
+_MAX_CHILDREN = 1024
 _MAX_TOP_BOXES = 200_000
 _MAX_FTYP_BYTES = 1 << 16
 
@@ -62,10 +63,13 @@ def children(data: bytes, start: int, stop: int, path: str) -> Iterator[Box]:
     """Boxes inside ``data[start:stop]``; a box that overruns its parent ends at the parent's end.
 
     Raises:
-        VideoFormatError: a box declares a size smaller than its own header.
+        VideoFormatError: a box declares a size smaller than its own header, or there are too many boxes to be sound.
     """
-    position = start
+    position, seen = start, 0
     while position + 8 <= stop:
+        seen += 1
+        if seen > _MAX_CHILDREN:
+            raise fail(path, f"more than {_MAX_CHILDREN} boxes in one container")
         size = int.from_bytes(data[position : position + 4], "big")
         kind = data[position + 4 : position + 8]
         header = 8

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.errors import SelectionError, ShortReadError
+from ingest.storage.base import ByteRange
 from ingest.video.tables import SampleTable
-
-ByteRange = tuple[int, int]
 
 GAP_BYTES = 64 << 10
 """Unwanted bytes between two samples that are fetched along rather than split into two ranges."""

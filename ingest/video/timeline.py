@@ -12,6 +12,7 @@ from ingest.video.layout import fail
 
 _RATE_ONE = 1 << 16
 _UNSIGNED_32 = (1 << 32) - 1
+_MAX_TICKS = 1 << 61
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def resolve_edits(edits: tuple[Edit, ...], timescale: int, movie_timescale: int,
     for edit in edits:
         if edit.rate != _RATE_ONE:
             raise unsupported(path, f"rate {edit.rate / _RATE_ONE:g}")
-        if edit.media_time < -1:
+        if not -1 <= edit.media_time < _MAX_TICKS:
             raise unsupported(path, f"media time {edit.media_time}")
     media = [edit for edit in edits if edit.media_time >= 0]
     if len(media) != 1 or edits[-1] is not media[0]:
@@ -100,6 +101,8 @@ def resolve_edits(edits: tuple[Edit, ...], timescale: int, movie_timescale: int,
         if movie_timescale <= 0:
             raise unsupported(path, "an empty edit in a movie whose timescale is 0")
         empty = _rescale(edits[0].duration, timescale, movie_timescale)
+        if empty >= _MAX_TICKS:
+            raise unsupported(path, f"an empty edit of {edits[0].duration} movie ticks")
     lasting = (fragmented and edit.duration == 0) or movie_timescale <= 0 or edit.duration >= _UNSIGNED_32
     stop = None if lasting else edit.media_time + _rescale(edit.duration, timescale, movie_timescale)
     return Timeline(empty - edit.media_time, empty, edit.media_time, stop)

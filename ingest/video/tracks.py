@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from ingest.video.layout import Box, children, fail
 from ingest.video.tables import MAX_SAMPLES, constant
 
+_MAX_TRACKS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class TrackHeader:
@@ -50,6 +52,8 @@ def first_video_track(moov: bytes, path: str) -> tuple[TrackHeader, int, int]:
         if box.kind == b"mvhd":
             movie_timescale, movie_duration = _times(moov, box)
         elif box.kind == b"trak" and found is None:
+            if len(handlers) == _MAX_TRACKS:
+                raise fail(path, f"no video track among the first {_MAX_TRACKS}")
             handler, header = _track(moov, box, path)
             handlers.append(handler)
             found = header
@@ -225,7 +229,7 @@ def _place(
     if first[0] != 1 or bool(np.any(np.diff(first) <= 0)) or int(first[-1]) > len(chunks) or int(description.min()) < 1:
         raise fail(path, f"stsc runs do not ascend from chunk 1 within {len(chunks)} chunks, or name sample entry 0")
     chunks_per_run = np.diff(first, append=len(chunks) + 1)
-    total = int((chunks_per_run.astype(object) * per_chunk.astype(object)).sum()) if count < 64 else int(chunks_per_run @ per_chunk)
+    total = int(chunks_per_run @ per_chunk)  # below 2**54: the chunk count is bounded
     if total != len(sizes):
         raise fail(path, f"stsc and the chunk table place {total} samples, the size table has {len(sizes)}")
     samples_per_chunk = np.repeat(per_chunk, chunks_per_run)
