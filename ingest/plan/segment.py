@@ -1,0 +1,189 @@
+"""One stretch of an epoch with one topology: who owns what, and what is left after a number of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.errors import BudgetError, PlanError
+from ingest.plan.cursor import SkippedRange
+from ingest.plan.looping import LoopOrder
+from ingest.plan.order import Order
+from ingest.plan.pieces import Pieces
+from ingest.plan.settings import PlanSettings, Topology
+from ingest.plan.sharing import Division, divide, make_order
+from ingest.plan.skipping import SkippingOrder, without_skipped
+from ingest.plan.turns import UNLIMITED, Turns
+
+
+class SegmentPlan:
+    """Shares, orders and turns of all ranks for one topology.
+
+    Args:
+        settings: settings of the plan; its topology is not used.
+        topology: world size, workers and batch size of the segment.
+        epoch: epoch number.
+        number: number of the segment inside the epoch.
+        pieces: what the segment has to deliver.
+        skips: episodes skipped in the course of this segment, by step.
+
+    Raises:
+        PlanError: when a rank or worker would own nothing at the start of an epoch.
+        BudgetError: when a unit exceeds a consumer's byte budget.
+    """
+
+    def __init__(
+        self,
+        settings: PlanSettings,
+        topology: Topology,
+        *,
+        epoch: int,
+        number: int,
+        pieces: Pieces,
+        skips: Sequence[SkippedRange] = (),
+    ) -> None:
+        self.settings: PlanSettings = settings
+        self.topology: Topology = topology
+        self.epoch: int = epoch
+        self.number: int = number
+        self.pieces: Pieces = pieces.sorted_by_episode()
+        self.skips: tuple[SkippedRange, ...] = tuple(sorted(skips, key=lambda one: one.step))
+        # Leftovers are cut rather than refused: a change of topology must never end a run.
+        self._may_cut = number > 0 or settings.share == "frame_exact"
+        world, workers = topology.world_size, topology.consumers
+        cut_below = world * workers if number > 0 else 0
+        self.ranks: Division = divide(self.pieces, world, share=settings.share, seed=settings.seed, cut_below=cut_below)
+        if number == 0:
+            self._refuse_empty_ranks()
+        self._refuse_oversize()
+        self._divisions: dict[int, Division] = {}
+
+    def _refuse_empty_ranks(self) -> None:
+        empty = np.flatnonzero(self.ranks.frames() == 0)
+        if len(empty):
+            raise PlanError(
+                f"rank {empty[0]} owns no streaming episodes: {int(self.ranks.episodes.sum())} episodes with "
+                f"{int(self.pieces.count.sum())} frames over world_size {self.topology.world_size}; "
+                "reduce the data-parallel world size, or set share='frame_exact'"
+            )
+        wanted = self.topology.consumers
+        short = np.flatnonzero(self.ranks.episodes < wanted)
+        if len(short) and not self._may_cut and not self.settings.clamp_workers:
+            raise PlanError(
+                f"rank {short[0]} owns {self.ranks.episodes[short[0]]} streaming episodes, fewer than its {wanted} workers; "
+                "reduce num_workers (workers), or set clamp_workers"
+            )
+
+    def _refuse_oversize(self) -> None:
+        budget = self.settings.byte_budget
+        if budget is None or not len(self.pieces):
+            return
+        for rank in range(self.topology.world_size) if self.settings.clamp_workers else (0,):
+            workers = self.workers(rank)
+            share = self.settings.budget_share(workers)
+            pieces = self.ranks.part(rank) if self.settings.clamp_workers else self.pieces
+            large = np.flatnonzero(pieces.bytes > (share or 0))
+            if len(large):
+                row = int(large[0])
+                raise BudgetError(
+                    f"Episode {pieces.episode[row]} of dataset {pieces.dataset[row]} requires {pieces.bytes[row]} bytes, exceeding the "
+                    f"byte budget {share} of a consumer (rank budget {budget} over {workers} workers); raise byte_budget "
+                    "(streaming_byte_budget_gb), or use fewer workers"
+                )
+
+    def workers(self, rank: int) -> int:
+        """Consumers of a rank, at least 1."""
+        wanted = self.topology.consumers
+        if self._may_cut:
+            return wanted
+        return max(1, min(wanted, int(self.ranks.episodes[rank])))
+
+    def division(self, rank: int) -> Division:
+        """The rank's pieces divided among its workers."""
+        if rank not in self._divisions:
+            workers = self.workers(rank)
+            share = "episodes" if self.settings.share == "frame_exact" else self.settings.share
+            pieces = self.ranks.part(rank).sorted_by_episode()
+            below = workers if self._may_cut else 0
+            self._divisions[rank] = divide(pieces, workers, share=share, seed=self.settings.seed, cut_below=below)
+        return self._divisions[rank]
+
+    def worker_frames(self, rank: int) -> NDArray[np.int64]:
+        """Frames of each worker of a rank, int64[N], before anything is skipped."""
+        if self.workers(rank) == 1:
+            return self._rank_frames[rank : rank + 1]
+        return self.division(rank).frames()
+
+    @cached_property
+    def _rank_frames(self) -> NDArray[np.int64]:
+        return self.ranks.frames()
+
+    def limits(self, frames: NDArray[np.int64]) -> tuple[int, ...]:
+        """Batches of workers that own ``frames`` frames each."""
+        size = self.topology.batch_size
+        if self.settings.tail == "loop":
+            return tuple(UNLIMITED if count else 0 for count in frames.tolist())
+        if self.settings.tail == "drop_tail":
+            return tuple((frames // size).tolist())
+        return tuple((-(-frames // size)).tolist())
+
+    def natural_steps(self, rank: int) -> int:
+        """Batches of a rank by its own frames, whatever the other ranks have."""
+        frames, size = self.worker_frames(rank), self.topology.batch_size
+        whole = frames // size if self.settings.tail == "drop_tail" else -(-frames // size)
+        return int(whole.sum())
+
+    @cached_property
+    def common_steps(self) -> int:
+        """Steps of all ranks where they must be equal: the fewest for ``drop_tail``, otherwise the most (skips aside)."""
+        steps = [self.natural_steps(rank) for rank in range(self.topology.world_size)]
+        return min(steps) if self.settings.tail == "drop_tail" else max(steps)
+
+    @property
+    def _last_step(self) -> int:
+        return UNLIMITED if self.settings.tail == "loop" else self.common_steps
+
+    def _order(self, pieces: Pieces, workers: int, epoch: int) -> Order:
+        return make_order(pieces, self.settings, workers=workers, batch_size=self.topology.batch_size, epoch=epoch, segment=self.number)
+
+    def orders(self, rank: int) -> list[Order]:
+        """The orders of the workers of a rank, with what is skipped taken out."""
+        division, workers = self.division(rank), self.workers(rank)
+        parts = [division.part(worker) for worker in range(workers)]
+        orders: list[Order] = []
+        for part in parts:
+            if self.settings.tail == "loop" and len(part):
+                orders.append(LoopOrder(lambda epoch, part=part: self._order(part, workers, epoch), self.epoch))
+            else:
+                orders.append(self._order(part, workers, self.epoch))
+        for skip in self.skips:
+            counts = self.turns(orders).counts(skip.step)
+            begins = [min(int(count) * self.topology.batch_size, len(order)) for count, order in zip(counts, orders, strict=True)]
+            orders = [SkippingOrder.without(order, skip, begin) for order, begin in zip(orders, begins, strict=True)]
+        return orders
+
+    def turns(self, orders: Sequence[Order]) -> Turns:
+        """The turns of a rank's workers."""
+        return Turns(self.limits(np.array([len(order) for order in orders], dtype=np.int64)))
+
+    def delivered_counts(self, orders: Sequence[Order], batches: int) -> list[int]:
+        """Samples that each of a rank's workers has delivered after ``batches`` batches."""
+        counts = self.turns(orders).counts(min(batches, self._last_step)).tolist()
+        return [min(count * self.topology.batch_size, len(order)) for count, order in zip(counts, orders, strict=True)]
+
+    def leftover(self, batches: int) -> Pieces:
+        """What all ranks together have left after ``batches`` batches each; skipped episodes are gone."""
+        if batches == 0:
+            rest = self.pieces
+        else:
+            parts: list[Pieces] = []
+            for rank in range(self.topology.world_size):
+                orders = self.orders(rank)
+                done = self.delivered_counts(orders, batches)
+                parts += [order.leftover(samples) for order, samples in zip(orders, done, strict=True)]
+                self._divisions.pop(rank, None)
+            rest = Pieces.concatenate(self.pieces.units, parts)
+        return without_skipped(rest, self.skips)
