@@ -19,10 +19,11 @@ from ingest.language.step import MESSAGES_KEY, READ_MESSAGES_KEYS, STREAMS_KEY, 
 from ingest.language.styles import EVENT_COLUMN, LANGUAGE_COLUMNS, STATE_COLUMN
 
 Policy = Literal["error", "fallback", "drop"]
-"""What becomes of an annotated frame that the recipe cannot render.
+"""What becomes of an annotated frame that the recipe does not render.
 
-``fallback``: its task alone trains the actions; without a task it leaves the selection. ``drop``: it leaves the
-selection. ``error``: ambiguous rows, and frames without any supervision, stop the run before it starts.
+``error``: the run stops before it starts. ``fallback``: its task alone trains the actions; without a task it leaves the
+selection. ``drop``: it leaves the selection. Frames without any annotation are not concerned: their task trains the
+actions, and without a task they leave.
 """
 
 POLICIES: tuple[Policy, ...] = ("error", "fallback", "drop")
@@ -40,7 +41,7 @@ class Outcome(IntEnum):
     DROPPED = 3
     """It has no supervision at all and leaves the selection."""
     AMBIGUOUS = 4
-    """A binding matches several rows; treated like a frame on which the recipe does not apply, or an error."""
+    """Its rows are in fault: a binding matches several, or one is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,22 @@ class RenderStage:
 
     Attributes:
         recipe: None passes samples through, raw columns included.
-        policy: see ``Policy``.
+        policy: for frames on which the recipe does not apply; see ``Policy``.
+        on_ambiguous: for frames whose rows are in fault (a binding matches several, or one is malformed).
         messages_key: key that the messages are written under.
         rephrasings_win: lets ``task_aug`` rows replace the sample's task.
     """
 
     recipe: TrainingRecipe | None
     policy: Policy = "fallback"
+    on_ambiguous: Policy = "error"
     messages_key: str = MESSAGES_KEY
     rephrasings_win: bool = False
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise LanguageError(f"policy must be one of {', '.join(POLICIES)}, found {self.policy!r}", kind="bad_policy")
+        for name, policy in (("policy", self.policy), ("on_ambiguous", self.on_ambiguous)):
+            if policy not in POLICIES:
+                raise LanguageError(f"{name} must be one of {', '.join(POLICIES)}, found {policy!r}", kind="bad_policy")
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any] | None:
         """The sample with messages and without raw columns, or None when it has no supervision.
@@ -87,7 +91,7 @@ class RenderStage:
             sample: a LeRobot item; may hold ``language_persistent``, ``language_events``, ``timestamp``, ``index``, ``task``.
 
         Raises:
-            LanguageError: the sample cannot be rendered and the policy is ``error``.
+            LanguageError: the sample cannot be rendered and its policy is ``error``.
         """
         if self.recipe is None or any(name in sample for name in (self.messages_key, *READ_MESSAGES_KEYS)):
             return dict(sample)
@@ -103,7 +107,7 @@ class RenderStage:
         """What becomes of one frame.
 
         Raises:
-            LanguageError: only with policy ``error``; the caller adds episode and frame.
+            LanguageError: only under the policy ``error``; the caller adds episode and frame.
         """
         if not state and not events:
             rendered = task_only(task)
@@ -115,14 +119,15 @@ class RenderStage:
             text = task_text(index, state, task, rephrasings_win=self.rephrasings_win)
             branch, rendered = render_branch(self.recipe, Frame(state, events, t, index, text))
         except LanguageError as error:
-            if self.policy == "error":
+            if self.on_ambiguous == "error":
                 raise
             problem, rendered = error, None
         if rendered is not None:
             return Verdict(Outcome.RENDERED, branch, rendered)
-        rendered = None if self.policy == "drop" else task_only(task)
-        if rendered is None and self.policy == "error":
-            raise LanguageError(f"sample {index} has no supervision: the recipe does not apply and it has no task", kind="no_supervision")
+        policy = self.policy if problem is None else self.on_ambiguous
+        if policy == "error":
+            raise LanguageError(f"the recipe does not apply to sample {index} (branch {branch or 'messages'})", kind="not_applicable")
+        rendered = task_only(task) if policy == "fallback" else None
         if problem is not None:
             return Verdict(Outcome.AMBIGUOUS, branch, rendered, problem)
         return Verdict(Outcome.DROPPED if rendered is None else Outcome.FALLBACK, branch, rendered)
