@@ -95,18 +95,11 @@ class VideoAudit:
 
     def _unreadable(self, camera: CameraMap, file: int, error: ReelrayError) -> None:
         path, episodes = camera.paths[file], self._episodes(camera, file)
-        message = str(error)
-        try:
-            head = self.source.store.read_ranges(path, [(0, min(64, self.source.store.size(path)))])[0]
-        except ReelrayError:
-            head = b""
-        if head.startswith(b"version https://git-lfs"):
-            message = f"{path} is a Git LFS pointer, not the video; run `git lfs pull`"
         self.findings.add(
             Finding(
                 code="video_unreadable",
                 severity="error",
-                message=f"{message} (holds {camera.camera} of {len(episodes)} episodes from {int(episodes[0])} on)",
+                message=f"{error} (holds {camera.camera} of {len(episodes)} episodes from {int(episodes[0])} on)",
                 file=path,
                 episode=int(episodes[0]),
                 column=camera.camera,

@@ -162,17 +162,15 @@ def read_json(store: Store, path: str) -> object:
 
     Raises:
         ObjectNotFoundError: there is no such file.
-        MetadataError: not JSON, or not readable.
+        MetadataError: not JSON.
+        StorageError: a Git LFS pointer instead of the file, or a fault of the transport.
         UnsafeInputError: larger than any real metadata file.
     """
     size = store.size(path)
     if size > _MAX_JSON_BYTES:
         raise UnsafeInputError(f"{store.url}: {path} has {size} bytes; metadata above {_MAX_JSON_BYTES} bytes is not read")
-    raw = store.read_all(path)
-    if raw.startswith(b"version https://git-lfs"):
-        raise MetadataError(f"{store.url}: {path} is a Git LFS pointer, not the file itself; run `git lfs pull`")
     try:
-        return json.loads(raw)
+        return json.loads(store.read_all(path))
     except (ValueError, RecursionError) as error:
         raise MetadataError(f"{store.url}: {path} is not valid JSON ({error}); the recording or the copy was interrupted") from error
 

@@ -16,13 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ingest.errors import DatasetError, MetadataError, ObjectNotFoundError, ReelrayError, UnsafeInputError
+from ingest.errors import DatasetError, MetadataError, ObjectNotFoundError, ReelrayError, StorageError, UnsafeInputError
 from ingest.storage.base import Store
 
 MAX_READ_BYTES = 8 << 30
 """Most bytes (uncompressed, as the footer states them) that one read may ask for."""
-
-_LFS_POINTER = b"version https://git-lfs"
 
 MakeError = Callable[[str], DatasetError]
 """Builds the error for a message, so that the caller chooses the class and its fields."""
@@ -70,13 +68,15 @@ class ParquetSource:
 
     def _cause(self, error: Exception) -> str:
         size = self.store.size(self.path)
-        head, tail = b"", b""
-        if size:
-            head, tail = self.store.read_ranges(self.path, [(0, min(size, 64)), (max(0, size - 4), size)])
         if not size:
             return f"{self.where} is empty: the recording was not finalised or the copy was interrupted"
-        if head.startswith(_LFS_POINTER):
-            return f"{self.where} is a Git LFS pointer, not the data; run `git lfs pull`"
+        try:
+            head, tail = self.store.read_ranges(self.path, [(0, min(size, 64)), (max(0, size - 4), size)])
+        except StorageError as refused:
+            # Stores refuse Git LFS pointers and web pages by their first bytes; any narrower class is a fault of the transport.
+            if type(refused) is not StorageError:
+                raise
+            return f"{self.store.url}: {refused}"
         if not head.startswith(b"PAR1"):
             return f"{self.where} is not a parquet file (it starts with {head[:4]!r})"
         if tail != b"PAR1":
