@@ -29,8 +29,9 @@ orders, and the number of steps where it must be common, do not change. Repeats 
 
 from __future__ import annotations
 
+from ingest.plan.batches import Batch, RankPlan, RankTable
 from ingest.plan.cursor import Cursor, Segment, SkippedRange, plan_fingerprint
-from ingest.plan.epoch import Batch, EpochPlan, OrderTable, RankPlan, RankTable, plan_epoch
+from ingest.plan.epoch import EpochPlan, OrderTable, plan_epoch
 from ingest.plan.order import Admission, Order, Span
 from ingest.plan.pieces import Pieces
 from ingest.plan.pool import CoveragePool

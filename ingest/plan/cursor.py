@@ -45,7 +45,8 @@ def plan_fingerprint(units: Units, settings: PlanSettings) -> dict[str, str | in
     if settings.share == "cost":
         fields["cost"] = _digest([units.cost])
     if settings.weights is not None:
-        fields["weights"] = _digest([np.array(settings.weights, dtype=np.float64)])
+        named = settings.weights == "frames"
+        fields["weights"] = "frames" if named else _digest([np.array(settings.weights, dtype=np.float64)])
         fields["mixture_block"] = settings.mixture_block
     return fields
 
@@ -179,7 +180,7 @@ class Cursor:
 
     def to_json(self) -> str:
         """The cursor as JSON text without spaces."""
-        document = {
+        document: dict[str, Any] = {
             "version": VERSION,
             "epoch": self.epoch,
             "fingerprint": dict(self.fingerprint),
@@ -211,7 +212,7 @@ class Cursor:
         except (ValueError, RecursionError) as error:
             raise CursorError(f"the cursor is not JSON: {error}") from None
         document = _object("cursor", loaded, {"version", "epoch", "fingerprint", "segments"}, {"skipped"})
-        if document["version"] != VERSION or isinstance(document["version"], bool):
+        if type(document["version"]) is not int or document["version"] != VERSION:
             raise CursorError(f"cursor version must be {VERSION}, found {document['version']!r}")
         fingerprint = document["fingerprint"]
         if not isinstance(fingerprint, dict) or not all(

@@ -144,13 +144,14 @@ class LaneOrder(Order):
         places = np.sort(self._lane_start[lane] + block * self._rounds + turn)
         owner = np.searchsorted(self._begin, places, side="right") - 1
         scattered: list[Pieces] = []
-        for row in np.unique(owner).tolist():
+        touched: list[int] = np.unique(owner).tolist()
+        for row in touched:
             gone = places[owner == row] - self._begin[row]
             count = int(self.pieces.count[row])
             if int(gone[-1]) == int(taken[row]) + len(gone) - 1:
                 taken[row] += len(gone)
                 continue
-            rest = np.setdiff1d(np.arange(taken[row], count), gone, assume_unique=True)
+            rest = np.setdiff1d(np.arange(int(taken[row]), count), gone, assume_unique=True)
             frames = self.pieces.frames(np.full(len(rest), row), rest, self._keys)
             unit, lo, hi, copy = (int(getattr(self.pieces, name)[row]) for name in ("unit", "lo", "hi", "copy"))
             scattered.append(Pieces.listing(self.pieces.units, unit, frames, lo=lo, hi=hi, copy=copy))

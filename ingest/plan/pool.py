@@ -141,7 +141,8 @@ class CoveragePool:
 
     def _frames_ahead(self) -> int:
         waiting = self._pending[self._head :][~self._taken[self._head :]]
-        return self.remaining_total + sum(self._counts[slot] for slot in waiting.tolist())
+        slots: list[int] = waiting.tolist()
+        return self.remaining_total + sum(self._counts[slot] for slot in slots)
 
     def _next_by_remaining(self) -> tuple[int, int]:
         draw = self._draw()
@@ -163,7 +164,7 @@ class CoveragePool:
     def _draw(self) -> int:
         """``integers(remaining_total)``, drawn ahead in bulk: an array of bounds gives the values of single calls."""
         if self._drawn == len(self._draws):
-            self._draw_state = self.rng.bit_generator.state
+            self._draw_state = dict(self.rng.bit_generator.state)
             count = min(_SPECULATION, self.remaining_total)
             self._highs = np.arange(self.remaining_total, self.remaining_total - count, -1)
             self._draws = self.rng.integers(0, self._highs).tolist()
@@ -174,7 +175,7 @@ class CoveragePool:
     def identity(self) -> bytes:
         """A digest of everything that decides the order, 16 bytes."""
         digest = hashlib.blake2b(digest_size=16)
-        sizes = [] if self._pending_sizes is None else self._pending_sizes
+        sizes = np.zeros(0) if self._pending_sizes is None else self._pending_sizes
         settings = (self._seed, self._pool_size, self._budget, self._round_robin)
         for part in (repr(settings).encode(), np.array(self._counts, dtype="<i8"), np.asarray(sizes, dtype="<i8")):
             digest.update(bytes(part))

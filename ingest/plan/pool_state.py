@@ -35,7 +35,7 @@ def dump_pool(pool: CoveragePool) -> bytes | None:
     parts = [
         _MAGIC,
         _HEADER.pack(pool.identity(), pool.emitted, head, max(reach - head, 0), len(residents), len(places)),
-        _pack_generator(pool.rng.bit_generator.state),
+        _pack_generator(dict(pool.rng.bit_generator.state)),
         *(_RESIDENT.pack(one.slot, one.left) + _pack_generator(one.state) for one in residents),
         np.array(places, dtype="<u4").tobytes(),
         passed,

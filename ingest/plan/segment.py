@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from ingest.errors import BudgetError, PlanError
 from ingest.plan.cursor import SkippedRange
 from ingest.plan.looping import LoopOrder
+from ingest.plan.mixture import MixtureOrder, block_quotas
 from ingest.plan.order import Order
 from ingest.plan.pieces import Pieces
-from ingest.plan.settings import PlanSettings, Topology
-from ingest.plan.sharing import Division, divide, make_order
+from ingest.plan.settings import PlanSettings, Share, Topology
+from ingest.plan.sharing import Division, divide, divide_mixture, make_order
 from ingest.plan.skipping import SkippingOrder, without_skipped
 from ingest.plan.turns import UNLIMITED, Turns
 
@@ -52,14 +53,20 @@ class SegmentPlan:
         self.pieces: Pieces = pieces.sorted_by_episode()
         self.skips: tuple[SkippedRange, ...] = tuple(sorted(skips, key=lambda one: one.step))
         # Leftovers are cut rather than refused: a change of topology must never end a run.
-        self._may_cut = number > 0 or settings.share == "frame_exact"
+        self._may_cut = number > 0 or settings.share == "frame_exact" or settings.weights is not None
         world, workers = topology.world_size, topology.consumers
         cut_below = world * workers if number > 0 else 0
-        self.ranks: Division = divide(self.pieces, world, share=settings.share, seed=settings.seed, cut_below=cut_below)
+        self._quotas = None if settings.weights is None else block_quotas(pieces.units, settings)
+        self.ranks: Division = self._divide(self.pieces, world, settings.share, cut_below)
         if number == 0:
             self._refuse_empty_ranks()
         self._refuse_oversize()
         self._divisions: dict[int, Division] = {}
+
+    def _divide(self, pieces: Pieces, parts: int, share: Share, cut_below: int) -> Division:
+        if self._quotas is not None:
+            return divide_mixture(pieces, parts, quotas=self._quotas, seed=self.settings.seed)
+        return divide(pieces, parts, share=share, seed=self.settings.seed, cut_below=cut_below)
 
     def _refuse_empty_ranks(self) -> None:
         empty = np.flatnonzero(self.ranks.frames() == 0)
@@ -108,7 +115,7 @@ class SegmentPlan:
             share = "episodes" if self.settings.share == "frame_exact" else self.settings.share
             pieces = self.ranks.part(rank).sorted_by_episode()
             below = workers if self._may_cut else 0
-            self._divisions[rank] = divide(pieces, workers, share=share, seed=self.settings.seed, cut_below=below)
+            self._divisions[rank] = self._divide(pieces, workers, share, below)
         return self._divisions[rank]
 
     def worker_frames(self, rank: int) -> NDArray[np.int64]:
@@ -147,7 +154,14 @@ class SegmentPlan:
         return UNLIMITED if self.settings.tail == "loop" else self.common_steps
 
     def _order(self, pieces: Pieces, workers: int, epoch: int) -> Order:
-        return make_order(pieces, self.settings, workers=workers, batch_size=self.topology.batch_size, epoch=epoch, segment=self.number)
+        settings, batch_size, number = self.settings, self.topology.batch_size, self.number
+
+        def plain(part: Pieces, fraction: float = 1.0) -> Order:
+            return make_order(part, settings, workers=workers, batch_size=batch_size, epoch=epoch, segment=number, fraction=fraction)
+
+        if settings.weights is None or not len(pieces):
+            return plain(pieces)
+        return MixtureOrder(pieces, plain, block=settings.mixture_block, seed=settings.seed, epoch=epoch)
 
     def orders(self, rank: int) -> list[Order]:
         """The orders of the workers of a rank, with what is skipped taken out."""

@@ -64,7 +64,8 @@ class PlanSettings(Topology):
             marked), ``loop`` (every consumer goes on with its next epoch, as LeRobot's ``repeat``).
         shuffle: False replays epoch 0 in every epoch.
         clamp_workers: whether a rank with fewer episodes than workers uses fewer workers instead of an error.
-        weights: shares of the datasets 0, 1, ... in a weighted mixture; None for every frame once.
+        weights: shares of the datasets 0, 1, ... in a weighted mixture, or ``frames`` to mix in proportion to their
+            frames, every frame once; None for no mixing by dataset. Needs an order without a pool.
         mixture_block: samples of a mixture block, in which every dataset has its share exactly.
         dataset: the caller's fingerprint of what the units describe.
 
@@ -81,7 +82,7 @@ class PlanSettings(Topology):
     tail: Tail = "exact"
     shuffle: bool = True
     clamp_workers: bool = False
-    weights: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | Literal["frames"] | None = None
     mixture_block: int = 64
     dataset: str = ""
 
@@ -97,9 +98,11 @@ class PlanSettings(Topology):
                 require_int(name, getattr(self, name), least=1)
         require_int("mixture_block", self.mixture_block, least=1, most=1 << 16)
         if self.weights is not None:
-            good = len(self.weights) > 0 and all(math.isfinite(weight) and weight >= 0 for weight in self.weights)
-            if not good or sum(self.weights) <= 0:
-                raise SettingsError(f"weights must be numbers >= 0 with a positive sum, found {list(self.weights)}")
+            values = (1.0,) if self.weights == "frames" else self.weights
+            if isinstance(values, str) or not all(math.isfinite(weight) and weight >= 0 for weight in values) or sum(values) <= 0:
+                raise SettingsError(f"weights must be 'frames' or numbers >= 0 with a positive sum, found {self.weights!r}")
+            if self.pooled:
+                raise SettingsError(f"weights need strategy lanes, reservoir, sequential or episode_sequential, found {self.strategy!r}")
             if self.tail == "loop":
                 raise SettingsError("tail 'loop' and weights exclude each other: a weighted mixture repeats its datasets by itself")
 

@@ -36,7 +36,8 @@ def balanced_shards(counts: Iterable[tuple[int, int]], shards: int) -> list[list
         raise PlanError(f"episode {pairs[-1][0]} has a negative frame count: {pairs[-1][1]}")
     assigned = assign_balanced(np.array([count for _, count in pairs], dtype=np.int64), shards)
     lists: list[list[int]] = [[] for _ in range(shards)]
-    for (episode, _), shard in zip(pairs, assigned.tolist(), strict=True):
+    numbers: list[int] = assigned.tolist()
+    for (episode, _), shard in zip(pairs, numbers, strict=True):
         lists[shard].append(episode)
     return lists
 
@@ -66,7 +67,8 @@ def assign_balanced(counts: NDArray[np.int64], shards: int) -> NDArray[np.int32]
     ranks = np.arange(1, shards + 1)
     edges = np.flatnonzero(np.diff(counts)) + 1
     starts, stops = np.concatenate(([0], edges)), np.append(edges, len(counts))
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+    runs: list[tuple[int, int]] = list(zip(starts.tolist(), stops.tolist(), strict=True))
+    for start, stop in runs:
         length, items = int(counts[start]), stop - start
         if length == 0:
             assigned[start:stop] = loads.argmin()

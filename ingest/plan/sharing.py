@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ingest.plan.hashing import hash_key
 from ingest.plan.lanes import LaneOrder
 from ingest.plan.line import LineOrder
+from ingest.plan.mixture import mixture_ends
 from ingest.plan.order import Order
 from ingest.plan.pieces import Pieces
 from ingest.plan.pool_order import PoolOrder
@@ -35,7 +36,7 @@ class Division:
 
     def part(self, number: int) -> Pieces:
         """The pieces of one part."""
-        return self.pieces.take(np.arange(self.bounds[number], self.bounds[number + 1]))
+        return self.pieces.take(np.arange(int(self.bounds[number]), int(self.bounds[number + 1])))
 
     def frames(self) -> NDArray[np.int64]:
         """Frames of each part, int64[parts]."""
@@ -56,12 +57,8 @@ def divide(pieces: Pieces, parts: int, *, share: Share, seed: int, cut_below: in
     group = pieces.groups()
     episodes = int(group[-1]) + 1 if len(group) else 0
     if share == "frame_exact" or episodes < cut_below:
-        word = hash_key(seed, _LINE_SALT, pieces.dataset, pieces.episode, pieces.copy)[: len(pieces)]
-        line = pieces.take(np.lexsort((pieces.start, pieces.lo, pieces.copy, pieces.episode, pieces.dataset, word)))
-        cut, part = line.cut(even_bounds(int(line.count.sum()), parts))
-        owners = np.unique(part * max(episodes, 1) + cut.groups()) // max(episodes, 1)
-        bounds = np.searchsorted(part, np.arange(parts + 1))
-        return Division(cut, bounds, np.bincount(owners, minlength=parts))
+        cut, part = _line(pieces, seed).cut(even_bounds(int(pieces.count.sum()), parts))
+        return Division(cut, np.searchsorted(part, np.arange(parts + 1)), _distinct(part, cut, parts))
     weight = (
         quantised_costs(np.bincount(group, pieces.cost, minlength=episodes)) if share == "cost" else _totals(group, pieces.count, episodes)
     )
@@ -89,7 +86,53 @@ def _totals(group: NDArray[np.int64], count: NDArray[np.int64], episodes: int) -
     return np.bincount(group, count, minlength=episodes).astype(np.int64)
 
 
-def make_order(pieces: Pieces, settings: PlanSettings, *, workers: int, batch_size: int, epoch: int, segment: int) -> Order:
+def divide_mixture(pieces: Pieces, parts: int, *, quotas: NDArray[np.int64], seed: int) -> Division:
+    """Divide every dataset's pieces on their own, so that each part has whole mixture blocks as far as they go.
+
+    Args:
+        pieces: what to divide, sorted by episode.
+        parts: number of parts.
+        quotas: int64[D], samples of each dataset in a block.
+        seed: seed of the plan.
+    """
+    dataset = pieces.dataset
+    ends = mixture_ends(np.bincount(dataset, pieces.count, minlength=len(quotas)).astype(np.int64), quotas, parts)
+    lines: list[Pieces] = []
+    owners: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+    episodes = np.zeros(parts, dtype=np.int64)
+    for number in range(len(quotas)):
+        own = pieces.take(dataset == number)
+        cut, part = _line(own, seed).cut(ends[number])
+        lines.append(cut)
+        owners.append(part)
+        episodes += _distinct(part, cut, parts)
+    order = np.argsort(np.concatenate(owners), kind="stable")
+    joined = Pieces.concatenate(pieces.units, lines).take(order)
+    return Division(joined, np.searchsorted(np.concatenate(owners)[order], np.arange(parts + 1)), episodes)
+
+
+def _line(pieces: Pieces, seed: int) -> Pieces:
+    word = hash_key(seed, _LINE_SALT, pieces.dataset, pieces.episode, pieces.copy)[: len(pieces)]
+    return pieces.take(np.lexsort((pieces.start, pieces.lo, pieces.copy, pieces.episode, pieces.dataset, word)))
+
+
+def _distinct(part: NDArray[np.int64], pieces: Pieces, parts: int) -> NDArray[np.int64]:
+    """Episodes (or parts of one) of each part, where pieces of an episode stand together."""
+    group = pieces.groups()
+    size = int(group[-1]) + 1 if len(group) else 1
+    return np.bincount(np.unique(part * size + group) // size, minlength=parts)
+
+
+def make_order(
+    pieces: Pieces,
+    settings: PlanSettings,
+    *,
+    workers: int,
+    batch_size: int,
+    epoch: int,
+    segment: int,
+    fraction: float = 1.0,
+) -> Order:
     """The order of one consumer.
 
     Args:
@@ -99,6 +142,7 @@ def make_order(pieces: Pieces, settings: PlanSettings, *, workers: int, batch_si
         batch_size: samples of a batch in this segment.
         epoch: epoch number.
         segment: number of the segment inside the epoch.
+        fraction: part of the consumer's samples that the pieces are, which is its part of the lanes.
     """
     epoch = epoch if settings.shuffle else 0
     if settings.strategy == "remaining" or settings.strategy == "round_robin":
@@ -111,5 +155,6 @@ def make_order(pieces: Pieces, settings: PlanSettings, *, workers: int, batch_si
         )
     if settings.strategy in ("lanes", "reservoir"):
         rounds = RESERVOIR_ROUNDS if settings.strategy == "reservoir" else 1
-        return LaneOrder(pieces, lanes=settings.lane_count(batch_size), rounds=rounds, seed=settings.seed, epoch=epoch)
+        lanes = max(1, round(settings.lane_count(batch_size) * fraction))
+        return LaneOrder(pieces, lanes=lanes, rounds=rounds, seed=settings.seed, epoch=epoch)
     return LineOrder(pieces, (settings.seed, epoch) if settings.strategy == "episode_sequential" else None)

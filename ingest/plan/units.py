@@ -172,7 +172,9 @@ def cut_units(
             raise PlanError(f"{name} must be positive, found {value}")
     source: list[NDArray[np.int64]] = []
     starts: list[NDArray[np.int64]] = []
-    for unit, (lo, hi) in enumerate(zip(units.lo.tolist(), units.hi.tolist(), strict=True)):
+    los: list[int] = units.lo.tolist()
+    his: list[int] = units.hi.tolist()
+    for unit, (lo, hi) in enumerate(zip(los, his, strict=True)):
         limit = hi - lo if max_frames is None else max_frames
         if max_bytes is not None and units.bytes[unit] > 0:
             limit = min(limit, max(1, max_bytes * (hi - lo) // int(units.bytes[unit])))
