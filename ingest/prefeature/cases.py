@@ -172,7 +172,6 @@ def prepare_cases(
         seed=seed,
         noise_device=noise_device,
         noise_sha256=tensor_sha256(noise),
-        listing_root=str(source),
         listing_sha256=listing.sha256,
         listing_count=len(listing.paths),
         sample_seed=sample_seed,

@@ -1,5 +1,7 @@
 """Everything that is checked about one trajectory: the unit of parallel validation."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# (torch leaves some of its own signatures untyped)
 from __future__ import annotations
 
 import hashlib
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,11 +58,10 @@ def first_difference(found: Tensor, expected: Tensor) -> int | None:
     """Flat index of the first element that differs in its bits, or None; 0 for different shapes."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return 0
-    a, b = torch.frombuffer(bytearray(tensor_bytes(found)) or bytearray(1), dtype=torch.uint8), tensor_bytes(expected)
-    if not len(b) or bytes(tensor_bytes(found)) == bytes(b):
+    a, b = np.frombuffer(tensor_bytes(found), np.uint8), np.frombuffer(tensor_bytes(expected), np.uint8)
+    if np.array_equal(a, b):
         return None
-    other = torch.frombuffer(bytearray(b), dtype=torch.uint8)
-    return int((a != other).nonzero()[0]) // found.element_size()
+    return int((a != b).argmax()) // found.element_size()
 
 
 def load_and_scan(tools: CheckTools, kind: FileKind, reader: WholeReader, report: Report) -> Loaded | None:
@@ -141,9 +143,8 @@ class TrajectoryCheck:
                 load_and_scan(tools, kind, self._reader, self.report)
             return
         step_kind = step_file(config, key)
-        loaded = load_and_scan(tools, step_kind, self._reader, self.report)
-        if loaded is not None:
-            step = loaded
+        step = load_and_scan(tools, step_kind, self._reader, self.report)
+        if step is not None:
             self._guard("camera", step_kind.path, lambda: self._cameras(key, step))
             self._guard("rope", step_kind.path, lambda: self._step_rope(key, step))
             self._guard("timestep", step_kind.path, lambda: self._timesteps(step, step_kind.path))
@@ -154,15 +155,18 @@ class TrajectoryCheck:
             self._guard("input65", step_kind.path, lambda: self._input65(key, step, step_kind.path))
         shared: dict[str, Tensor] = {}
         for block in config.sizes.blocks:
-            kind = context_file(config, key, block)
-            found = load_and_scan(tools, kind, self._reader, self.report)
-            if found is not None:
-                context = found
-                self._guard("context_frames", kind.path, lambda: self._context(key, context, kind.path))  # noqa: B023
-                self._guard("shared", kind.path, lambda: self._shared(shared, context, kind.path))  # noqa: B023
-                self._guard("kv", kind.path, lambda: self._kv(key, block, context, kind.path))  # noqa: B023
-                if block == config.sizes.blocks[0] == 0:
-                    self._guard("window", kind.path, lambda: self._window(key, context, kind.path))  # noqa: B023
+            self._context_file(key, block, shared)
+
+    def _context_file(self, key: RecordKey, block: int, shared: dict[str, Tensor]) -> None:
+        kind = context_file(self._tools.config, key, block)
+        context = load_and_scan(self._tools, kind, self._reader, self.report)
+        if context is None:
+            return
+        self._guard("context_frames", kind.path, lambda: self._context(key, context, kind.path))
+        self._guard("shared", kind.path, lambda: self._shared(shared, context, kind.path))
+        self._guard("kv", kind.path, lambda: self._kv(key, block, context, kind.path))
+        if block == 0:
+            self._guard("window", kind.path, lambda: self._window(key, context, kind.path))
 
     def _equal(self, code: str, file: str, loaded: Loaded, name: str, expected: Tensor) -> None:
         at = first_difference(loaded.tensors[name], expected)
@@ -213,13 +217,14 @@ class TrajectoryCheck:
                 self.report.add("velocity", message, file=path, tensor=f"step_{number}_velocity", index=worst)
 
     def _frame_conditions(self, step: Loaded, path: str) -> None:
-        labels = step.tensors["action_labels"].flatten().tolist()
+        labels: list[int] = step.tensors["action_labels"].flatten().tolist()
         for number in range(self._tools.config.sizes.steps):
             name = f"step_{number}_frame_condition"
             for frame, label in enumerate(labels):
                 row = step.tensors[name][0, frame]
-                seen = self.conditions.setdefault((number, int(label)), (tensor_sha256(row), path))
-                if seen[0] != tensor_sha256(row):
+                digest = tensor_sha256(row)
+                seen = self.conditions.setdefault((number, label), (digest, path))
+                if seen[0] != digest:
                     index = frame * row.numel()
                     self.report.add("condition", f"differs from {seen[1]} for action label {label}", file=path, tensor=name, index=index)
 
@@ -237,7 +242,7 @@ class TrajectoryCheck:
     def _context(self, key: RecordKey, context: Loaded, path: str) -> None:
         selected = self._trajectory.history[key.chunk_id]
         self._equal("context_frames", path, context, "selected_frame_indices", torch.tensor(selected, dtype=torch.int64))
-        indices = context.tensors["selected_frame_indices"].tolist()
+        indices: list[int] = context.tensors["selected_frame_indices"].tolist()
         if indices != sorted(set(indices)) or any(index >= key.chunk_id * self._tools.config.sizes.chunk_frames for index in indices):
             self.report.add(
                 "context_frames", f"indices {indices} are not ascending frames before the chunk", file=path, tensor="selected_frame_indices"

@@ -21,7 +21,7 @@ CODE_SCHEMA_VERSION = 1
 """Raised whenever the code would write other bytes for the same configuration."""
 
 JPEG = {"quality": 95, "subsampling": "4:4:4", "resize": "lanczos_cover_center_crop", "exif_transpose": True}
-_NOT_IDENTITY = ("fingerprint", "offloading", "teacher_checkpoint", "listing_root")
+_NOT_IDENTITY = ("fingerprint", "offloading", "teacher_checkpoint")
 """Recorded, but not part of the fingerprint: they do not change any byte of the data."""
 
 
@@ -113,7 +113,6 @@ def make_config(
     seed: int,
     noise_device: str,
     noise_sha256: str,
-    listing_root: str,
     listing_sha256: str,
     listing_count: int,
     sample_seed: int,
@@ -148,7 +147,6 @@ def make_config(
         "teacher_checkpoint": spec.checkpoint,
         "teacher_checkpoint_sha256": spec.checkpoint_sha256,
         "text_pad_tokens": sizes.text_pad_tokens,
-        "listing_root": listing_root,
         "listing_sha256": listing_sha256,
         "listing_count": listing_count,
         "sample_seed": sample_seed,

@@ -64,6 +64,9 @@ CONDITIONS: Mapping[str, str] = {
 """Every condition by code; the report lists all of them, also those without findings."""
 
 
+_STYLE = "body{font:14px sans-serif}table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #bbb;padding:3px 8px}"
+
+
 @dataclass(slots=True)
 class Report:
     """Result of a validation.
@@ -138,9 +141,9 @@ class Report:
             (f.code, f.file or "", f.tensor or "", "" if f.index is None else f.index, f.message) for f in sorted(self.findings, key=str)
         ]
         verdict = "valid" if self.ok else f"{len(self.findings)} findings"
-        style = "body{font:14px sans-serif}table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #bbb;padding:3px 8px;text-align:left}"
+        head = f"<!doctype html><meta charset='utf-8'><title>Validation</title><style>{_STYLE}</style>"
         return (
-            f"<!doctype html><meta charset='utf-8'><title>Validation</title><style>{style}</style><h1>Validation: {verdict}</h1>"
+            f"{head}<h1>Validation: {verdict}</h1>"
             f"<p>Level {html.escape(self.level)}, {self.bytes_read / 1e9:.2f} GB read in {self.seconds:.1f} s.</p>"
             + table(["condition", "about", "checked", "wrong"], self.rows())
             + table(["condition", "file", "tensor", "index", "message"], found)
