@@ -14,11 +14,11 @@ from fsspec.core import url_to_fs  # pyright: ignore[reportUnknownVariableType, 
 from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
 from ingest.storage.bodies import refuse_placeholder
+from ingest.storage.executor import fetch_ranges
 from ingest.storage.failures import log_failure
 from ingest.storage.known import Known, KnownObjects, clean_tag
 from ingest.storage.locations import Location
 from ingest.storage.paths import check_relative
-from ingest.storage.ranges import plan_ranges
 from ingest.storage.reader import open_ranges
 from ingest.storage.retry import RetryableError, RetryPolicy
 from ingest.storage.secrets import redact
@@ -71,11 +71,10 @@ class FsspecStore:
         return size
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> builtins.list[bytes]:
-        plan = plan_ranges(ranges)
         # A tag is compared once per call where asking costs no request, else when the object is first read.
         if self._file_system()[0].async_impl is False or self._known.get(check_relative(path)).size is None:
             self._info(path)
-        return plan.assemble([self._read(path, start, stop) for start, stop in plan.requests])
+        return fetch_ranges(ranges, lambda start, stop: self._read(path, start, stop))
 
     def read_all(self, path: str) -> bytes:
         return self._read(check_relative(path), 0, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -85,16 +85,13 @@ def close_connections() -> None:
         client.close()
 
 
-def exchange(
-    method: str, url: str, headers: Mapping[str, str], *, json: object = None, limit: int = _JSON_LIMIT, raw: bool = False
-) -> Reply:
+def exchange(method: str, url: str, headers: Mapping[str, str], *, limit: int = _JSON_LIMIT, raw: bool = False) -> Reply:
     """One attempt, no redirect followed.
 
     Args:
         method: HTTP method.
         url: absolute.
         headers: credentials included; they are not kept.
-        json: body to send as JSON.
         limit: longest body in bytes that is read; one more byte ends the transfer.
         raw: leave the body's content encoding alone.
 
@@ -103,7 +100,7 @@ def exchange(
         StorageError: the URL cannot be asked at all, or the body is longer than ``limit``.
     """
     try:
-        with _shared_client().stream(method, url, headers={"accept-encoding": "identity", **headers}, json=json) as response:
+        with _shared_client().stream(method, url, headers={"accept-encoding": "identity", **headers}) as response:
             found = {name.lower(): value for name, value in response.headers.items()}
             parts: list[bytes] = []
             length = 0
@@ -135,13 +132,32 @@ def retry_status(reply: Reply) -> None:
         raise RetryableError(f"the server answered {reply.status}", retry_after_s=retry_after_s(reply.headers))
 
 
-def ask(method: str, url: str, headers: Mapping[str, str], policy: RetryPolicy, *, json: object = None, limit: int = _JSON_LIMIT) -> Reply:
-    """``exchange`` with retries: returns the first reply whose status is final, whatever it is."""
+def ask(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    policy: RetryPolicy,
+    *,
+    limit: int = _JSON_LIMIT,
+    check: Callable[[Reply], None] | None = None,
+) -> Reply:
+    """``exchange`` with retries: returns the first reply whose status is final, whatever it is.
+
+    Args:
+        method: HTTP method.
+        url: absolute.
+        headers: credentials included; they are not kept.
+        policy: retries.
+        limit: longest body in bytes.
+        check: raises ``RetryableError`` for a reply with status 200 that is not usable.
+    """
 
     def once(attempt: int) -> Reply:
         try:
-            reply = exchange(method, url, headers, json=json, limit=limit)
+            reply = exchange(method, url, headers, limit=limit)
             retry_status(reply)
+            if check is not None and reply.status == 200:
+                check(reply)
         except RetryableError as fault:
             log_failure(method, url, attempt=attempt, error=fault.reason)
             raise

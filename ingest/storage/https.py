@@ -10,12 +10,12 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ingest.errors import ObjectNotFoundError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
+from ingest.storage.executor import fetch_ranges
 from ingest.storage.http import ask
 from ingest.storage.http_objects import HttpObjects
 from ingest.storage.known import KnownObjects, clean_tag
 from ingest.storage.locations import Location
 from ingest.storage.paths import check_relative
-from ingest.storage.ranges import plan_ranges
 from ingest.storage.reader import open_ranges
 from ingest.storage.retry import RetryPolicy
 
@@ -85,12 +85,11 @@ class HttpStore:
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> list[bytes]:
         check_relative(path)
-        plan = plan_ranges(ranges)
-        return plan.assemble([self._objects.read(path, start, stop) for start, stop in plan.requests])
+        return fetch_ranges(ranges, lambda start, stop: self._objects.read(path, start, stop))
 
     def read_all(self, path: str) -> bytes:
-        check_relative(path)
-        return self._objects.read(path)
+        size = self._known.get(check_relative(path)).size
+        return self._objects.read(path) if size is None else self.read_ranges(path, [(0, size)])[0]
 
     def open(self, path: str) -> BinaryIO:
         return open_ranges(self, path)

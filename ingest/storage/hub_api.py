@@ -14,7 +14,7 @@ from ingest.errors import ObjectNotFoundError, StorageError
 from ingest.storage.hosts import check_redirect
 from ingest.storage.http import Reply, ask, origin
 from ingest.storage.locations import is_commit
-from ingest.storage.retry import RetryPolicy
+from ingest.storage.retry import RetryableError, RetryPolicy
 
 CODEBASE_TAG = "v3.0"
 """Tag that LeRobot puts on the commit of a dataset in this format; read when no revision is given."""
@@ -109,7 +109,7 @@ def resolve_commit(repo_id: str, revision: str | None, policy: RetryPolicy) -> t
     reply = _get(f"{settings.hub_endpoint()}/api/datasets/{repo_id}/revision/{quote(revision, safe='')}", policy)
     if reply.status != 200:
         raise reply.refusal(what, refusal_hint("datasets", repo_id)(reply.status))
-    sha = _mapping(_json(reply, what), what).get("sha")
+    sha = _mapping(json.loads(reply.body), what).get("sha")
     if not isinstance(sha, str) or not is_commit(sha):
         raise StorageError(f"{what}: the Hub answered no commit of 40 hex digits, found {sha!r}")
     return revision, sha
@@ -140,7 +140,7 @@ def _tree(url: str, what: str, hint: Callable[[int], str], policy: RetryPolicy) 
             return found
         if reply.status != 200:
             raise reply.refusal(f"listing {what}", hint(reply.status))
-        items = _json(reply, what)
+        items = json.loads(reply.body)
         if not isinstance(items, list):
             raise StorageError(f"listing {what}: the Hub answered {type(items).__name__}, expected a list")
         found.extend(entry for item in cast("list[object]", items) if (entry := _entry(item, what)) is not None)
@@ -175,17 +175,18 @@ def _entry(item: object, what: str) -> TreeEntry | None:
 def _get(url: str, policy: RetryPolicy, hops: int = 5) -> Reply:
     # A renamed repository redirects within the Hub; the credential goes to the Hub's origin only.
     headers = auth_headers() if origin(url) == origin(settings.hub_endpoint()) else {}
-    reply = ask("GET", url, headers, policy)
+    reply = ask("GET", url, headers, policy, check=_check_json)
     if hops and reply.status in {301, 302, 307, 308}:
         return _get(check_redirect(url, urljoin(url, reply.headers.get("location", ""))), policy, hops - 1)
     return reply
 
 
-def _json(reply: Reply, what: str) -> object:
+def _check_json(reply: Reply) -> None:
     try:
-        return json.loads(reply.body)
+        json.loads(reply.body)
     except ValueError:
-        raise StorageError(f"{what}: the Hub's answer is not JSON; is HF_ENDPOINT right?") from None
+        # A body cut by a proxy with an honest length looks like this, and passes; a wrong endpoint does not.
+        raise RetryableError("the Hub's answer is not JSON; is HF_ENDPOINT right?", final=StorageError) from None
 
 
 def _mapping(value: object, what: str) -> Mapping[str, object]:

@@ -18,11 +18,11 @@ from ingest.errors import AccessDeniedError, ObjectChangedError, ObjectNotFoundE
 from ingest.storage import aws
 from ingest.storage.base import ByteRange, ObjectIdentity
 from ingest.storage.bodies import refuse_placeholder
+from ingest.storage.executor import fetch_ranges
 from ingest.storage.failures import log_failure
 from ingest.storage.known import Known, KnownObjects, clean_tag
 from ingest.storage.locations import Location
 from ingest.storage.paths import check_relative
-from ingest.storage.ranges import plan_ranges
 from ingest.storage.reader import open_ranges
 from ingest.storage.retry import RETRYABLE_STATUS, RetryableError, RetryPolicy
 from ingest.storage.secrets import redact
@@ -74,11 +74,10 @@ class ObjectStore:
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> builtins.list[bytes]:
         known = self._entry(path)
-        plan = plan_ranges(ranges)
-        for start, stop in plan.requests:
+        for start, stop in ranges:
             if known.size is not None and stop > known.size:
                 raise ShortReadError(f"{self.url}/{path}: bytes {start}..{stop} asked for, the object has {known.size} bytes")
-        return plan.assemble([self._read(path, known, start, stop) for start, stop in plan.requests])
+        return fetch_ranges(ranges, lambda start, stop: self._read(path, known, start, stop))
 
     def read_all(self, path: str) -> bytes:
         known = self._entry(path)

@@ -233,7 +233,8 @@ def _damaged(reply: Reply, fault: Fault | None) -> Reply:
     if fault is None or reply.status not in {200, 206}:
         return reply
     if fault.kind == "short":
-        return Reply(reply.status, reply.headers, reply.body[: len(reply.body) // 2])
+        honest = {name: value for name, value in reply.headers.items() if name != "content-length"}
+        return Reply(reply.status, honest, reply.body[: len(reply.body) // 2])
     if fault.kind == "wrong_range" and "content-range" in reply.headers:
         span, _, total = reply.headers["content-range"].removeprefix("bytes ").partition("/")
         first, _, last = span.partition("-")

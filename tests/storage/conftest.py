@@ -11,6 +11,7 @@ import pytest
 from servers.clock import no_sleep
 from servers.ranges import RangeServer
 
+from ingest.storage.executor import close_executor
 from ingest.storage.http import close_connections
 from ingest.storage.retry import RetryPolicy
 
@@ -30,9 +31,11 @@ def ranges() -> Iterator[RangeServer]:
 @pytest.fixture(autouse=True)
 def _nothing_left_open() -> Iterator[None]:
     """Descriptors and threads after a test equal those before it."""
+    close_executor()
     close_connections()
     before = _resources()
     yield
+    close_executor()
     close_connections()
     after = _resources()
     assert after[0] <= before[0] + 2, f"descriptors before {before[0]}, after {after[0]}"
