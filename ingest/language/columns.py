@@ -65,20 +65,21 @@ def normalise_column(array: pa.Array | pa.ChunkedArray, column: str) -> pa.Array
     Raises:
         LanguageError: the column is no list of row structs, or a row lacks its role or timestamp.
     """
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
+    array = single_array(array)
+    if not len(array):
+        return rows_array([], column)
     if pa.types.is_null(array.type):
         return cast("pa.Array", pa.nulls(len(array), _list_type(column, pa.string()))).cast(canonical_type(column))
     if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
         raise LanguageError(f"column {column} must hold lists of rows, found {array.type}", kind="bad_column_type")
     lists = cast("pa.ListArray", array)
-    lengths = pc.fill_null(lists.value_lengths(), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    values, lengths = list_values(lists)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if offsets[-1] > np.iinfo(np.int32).max:
         raise LanguageError(f"column {column} has {offsets[-1]} rows in one file: read it by episode", kind="too_many_rows")
-    values = _normalise_rows(lists.flatten(), column)
+    rows = _normalise_rows(values, column)
     mask = lists.is_null()
-    built = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=_list_type(column, pa.string()), mask=mask)
+    built = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), rows, type=_list_type(column, pa.string()), mask=mask)
     return built.cast(canonical_type(column))
 
 
@@ -125,6 +126,29 @@ def read_language_columns(source: str | BinaryIO | pa.NativeFile) -> dict[str, l
     present = [column for column in LANGUAGE_COLUMNS if column in file.schema_arrow.names]
     table = file.read(columns=present)
     return {column: decode_rows(table.column(column), column) for column in present}
+
+
+def single_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One array with the values of a chunked one."""
+    if not isinstance(array, pa.ChunkedArray):
+        return array
+    # Arrow has no empty array to hand out for a nested extension type.
+    return array.combine_chunks() if array.num_chunks > 1 else array.chunk(0) if array.num_chunks else pa.nulls(0)
+
+
+def list_values(lists: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The rows inside a list array, end to end, and how many each list has (null lists have none).
+
+    Arrow's own ``flatten`` cannot skip null lists of extension types.
+    """
+    lengths = pc.fill_null(lists.value_lengths(), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    starts = lists.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+    first, stop = (int(starts[0]), int(starts[-1])) if len(starts) else (0, 0)
+    if stop - first == int(lengths.sum()):
+        return lists.values.slice(first, stop - first), lengths
+    before = np.cumsum(lengths) - lengths
+    positions = np.repeat(starts[:-1] - before, lengths) + np.arange(int(lengths.sum()))
+    return lists.values.take(pa.array(positions)), lengths
 
 
 def _list_type(column: str, call: pa.DataType, *, nullable: bool = False) -> pa.DataType:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ingest.errors import LanguageError
-from ingest.language.columns import decode_rows
+from ingest.language.columns import decode_rows, list_values, single_array
 from ingest.language.rows import Row, StateRows, mapping_rows
 from ingest.language.styles import EVENT_COLUMN, LANGUAGE_COLUMNS, STATE_COLUMN
 from ingest.lerobot.rows import EpisodeRows, RowReader
@@ -202,13 +202,11 @@ def _check_declared(source: Source, episode: int, declared: Sequence[str]) -> No
 def _states(column: pa.ChunkedArray | None, frames: int) -> tuple[tuple[StateRows, ...], NDArray[np.int32]]:
     """Distinct lists and which frame has which; the rows of all frames are compared in Arrow, not in Python."""
     nothing = np.full(frames, -1, np.int32)
-    if column is None or pa.types.is_null(column.type):
+    if column is None or not frames or pa.types.is_null(column.type):
         return (), nothing
-    lists = column.combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-    lengths = np.nan_to_num(lists.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)
+    lists = single_array(column)
+    values, lengths = list_values(lists)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    values = lists.flatten()
     used = np.flatnonzero(lengths)
     if not len(used):
         return (), nothing
@@ -230,10 +228,9 @@ def _decoded(lists: pa.Array, frame: int) -> StateRows:
 
 
 def _events(column: pa.ChunkedArray | None) -> dict[int, list[Row]]:
-    if column is None or pa.types.is_null(column.type):
+    if column is None or not len(column) or pa.types.is_null(column.type):
         return {}
-    lists = column.combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    lists = single_array(column)
     lengths = np.nan_to_num(lists.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)
     frames = np.flatnonzero(lengths)
     if not len(frames):
