@@ -64,7 +64,8 @@ class _Manager:
 
     def _make_pool(self, node_id: str) -> list[ActorHandle]:
         settings = self._settings
-        free = ray.state.available_resources_per_node().get(node_id, {}).get("CPU", 0.0)
+        per_node: Any = ray.state.available_resources_per_node()  # pyright: ignore[reportAttributeAccessIssue]
+        free = float(per_node.get(node_id, {}).get("CPU", 0.0))
         count, cpus = settings.actors, settings.cpus
         if count is None:
             count = int(free // cpus) if cpus > 0 else 1
@@ -75,9 +76,11 @@ class _Manager:
                     node_label(node_id),
                     free,
                 )
-        actors = [
-            DecodeActor.options(  # pyright: ignore[reportAttributeAccessIssue]
-                name=f"reelray-decode-{node_label(node_id)}-{number}-{ray.get_runtime_context().get_actor_id()[:8]}",
+        actor_class: Any = DecodeActor
+        own = str(ray.get_runtime_context().get_actor_id())[:8]
+        actors: list[ActorHandle] = [
+            actor_class.options(
+                name=f"reelray-decode-{node_label(node_id)}-{number}-{own}",
                 num_cpus=cpus,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
                 max_restarts=-1,

@@ -40,7 +40,7 @@ class _Call:
 @dataclass(slots=True, eq=False)
 class _Member:
     handle: ActorHandle
-    running: list[_Call] = field(default_factory=lambda: [])
+    running: list[_Call] = field(default_factory=list)
     alone: bool = False
     down: bool = False
     failures: int = 0

@@ -3,6 +3,10 @@
 Both the single-process engine and the Ray stream assemble with this code; they differ only in where pictures come from.
 """
 
+# pyarrow has no stubs.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import sys

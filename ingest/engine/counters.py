@@ -6,7 +6,7 @@ The engine counts in plain Python; `actors.metrics` mirrors the totals into Ray'
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from types import MappingProxyType
@@ -51,7 +51,7 @@ class Counters:
                 self._totals[name] += amount
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Generator[None]:
         """Adds the wall seconds of the block to one total."""
         start = perf_counter()
         try:

@@ -37,7 +37,7 @@ class DamageRecord:
 class DamageReport:
     """Every dropped episode, in the order found."""
 
-    records: list[DamageRecord] = field(default_factory=lambda: [])
+    records: list[DamageRecord] = field(default_factory=list[DamageRecord])
 
     def add(self, error: DamagedDataError, *, dataset: int, episode: int, step: int, frames: int) -> DamageRecord:
         """Records that ``episode`` is dropped because of ``error``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +16,14 @@ from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, Trans
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.fetch import UnitReader, UnitRequest
-from ingest.engine.pictures import PictureForm, decode_run, groups
+from ingest.engine.pictures import PictureForm, decode_run, groups, located
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
+from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units
 from ingest.errors import DamagedDataError, PictureCountError, SelectionError, SettingsError
 from ingest.lerobot.selection import select_episodes
 from ingest.lerobot.source import Source, open_source
+from ingest.plan import Batch, EpochPlan, PlanSettings, Units, plan_epoch
 from ingest.settings import DEFAULT_STREAMING_SEED
 from ingest.storage.base import Store
 from ingest.storage.local import LocalStore
@@ -33,42 +35,16 @@ DECODED_CACHE_BYTES = 2 << 30
 """Decoded pictures that the single-process engine keeps, at most."""
 
 
+_HELD_UNITS = 256
+"""Fetched units that the single-process engine keeps, at most."""
+
+
 class RenderStage(Protocol):
     """An injected stage that turns a sample into another one, for example a language recipe's messages."""
 
     def __call__(self, sample: Sample) -> Sample:
         """Returns the sample to deliver; must be a pure function of the sample."""
         ...
-
-
-class PlannedBatch(Protocol):
-    """What the engine needs of a planned batch."""
-
-    @property
-    def unit(self) -> NDArray[np.int64]: ...
-    @property
-    def frame(self) -> NDArray[np.int64]: ...
-    @property
-    def is_pad(self) -> NDArray[np.bool_]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTable:
-    """Units of a dataset as arrays, in selection order; the planner's input without its class.
-
-    Attributes:
-        episode: int64[U].
-        lo: int64[U], first anchor frame.
-        hi: int64[U], one past the last anchor frame.
-        nbytes: int64[U], compressed bytes to fetch.
-        pictures: int64[U], pictures over all cameras.
-    """
-
-    episode: NDArray[np.int64]
-    lo: NDArray[np.int64]
-    hi: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    pictures: NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +130,7 @@ class Dataset:
             raise SelectionError(f"{self.source.store.url}: episode {episode} has frames 0..{length - 1}, frame {frame} was asked for")
         reader = UnitReader(self.source, self.index, self.spec, self.counters)
         unit = reader.read(UnitRequest(0, episode, frame, frame + 1))
-        pictures = DecodedUnits(self.spec, self.counters, DECODED_CACHE_BYTES)
+        pictures = DecodedUnits(self.spec, self.source.store.url, self.counters)
         sample = self.assembler().sample(unit, frame, pictures.bind({0: unit}), seed=DEFAULT_STREAMING_SEED, epoch=0)
         return sample if self.render is None else self.render(sample)
 
@@ -166,39 +142,64 @@ class Dataset:
         """A reader for this dataset's units."""
         return UnitReader(self.source, self.index, self.spec, self.counters)
 
-    def unit_pictures(self, lo: NDArray[np.int64], hi: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pictures that units hold when they are decoded whole, windows included, over all cameras."""
-        total = np.zeros(len(lo), dtype=np.int64)
-        for camera in self.spec.cameras:
-            deltas = self.spec.windows.deltas.get(camera, np.zeros(1, np.int64))
-            first = np.maximum(0, lo + min(0, int(deltas.min())))
-            stop = np.minimum(lengths, hi + max(0, int(deltas.max())))
-            total += stop - first
-        return total
+    def fingerprint(self) -> str:
+        """Digest of what an order over this dataset depends on; equal for every copy of the dataset."""
+        return dataset_fingerprint(self.source)
 
-    def iter_batches(self, units: UnitTable, batches: Iterator[tuple[PlannedBatch, int]], *, seed: int) -> Iterator[Sample]:
-        """Delivers planned batches, one after another, in this process.
+    def units(self, *, lane_frames: int | None = None) -> Units:
+        """The planner's units: whole episodes in selection order, or runs of at most ``lane_frames`` frames of them."""
+        units = episode_units(self.source, self.index, self.spec, self.selection, self.lengths)
+        return units if lane_frames is None else cut_into_runs(units, self.source, self.index, self.spec.cameras, lane_frames)
+
+    def iter_batches(self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None) -> Iterator[tuple[Batch, Sample]]:
+        """Delivers one rank's planned batches, one after another, in this process.
 
         Args:
-            units: the units that the plan numbers.
-            batches: planned batches with their epoch, in the order to deliver.
-            seed: order seed, for reproducible transforms.
+            plan: a plan over ``units``.
+            rank: data-parallel rank.
+            max_steps: deliver at most that many batches.
+
+        Yields:
+            The planned batch and its samples.
         """
         reader, assembler = self.reader(), self.assembler()
         held: OrderedDict[int, UnitData] = OrderedDict()
-        pictures = DecodedUnits(self.spec, self.counters, DECODED_CACHE_BYTES)
-        for planned, epoch in batches:
+        pictures = DecodedUnits(self.spec, self.source.store.url, self.counters)
+        ranked = plan.rank(rank)
+        stop = None if max_steps is None else ranked.start_step + max_steps
+        units, settings = plan.units, plan.settings
+        for planned in ranked.batches(stop=stop):
             for number in dict.fromkeys(planned.unit.tolist()):
                 if number not in held:
-                    request = UnitRequest(0, int(units.episode[number]), int(units.lo[number]), int(units.hi[number]))
-                    held[number] = reader.read(request)
+                    held[number] = reader.read(
+                        UnitRequest(int(units.dataset[number]), int(units.episode[number]), int(units.lo[number]), int(units.hi[number]))
+                    )
                 held.move_to_end(number)
-            while len(held) > 256:
+            while len(held) > max(_HELD_UNITS, len(planned)):
                 pictures.drop(held.popitem(last=False)[0])
-            samples = PlannedSamples(planned.unit, planned.frame, planned.is_pad, seed, epoch)
+            samples = PlannedSamples(planned.unit, planned.frame, planned.is_pad, settings.seed, plan.epoch)
             batch = assembler.batch(samples, held, pictures.bind(held))
             self.counters.add("reelray_samples_delivered", int(np.count_nonzero(~planned.is_pad)))
-            yield batch if self.render is None else render_batch(self.render, batch)
+            yield planned, batch if self.render is None else render_batch(self.render, batch)
+
+
+def iter_samples(dataset: Dataset, settings: PlanSettings | None = None, *, epoch: int = 0, rank: int = 0) -> Iterator[Sample]:
+    """Delivers the samples of one rank's epoch one by one, in one process.
+
+    Args:
+        dataset: the opened dataset.
+        settings: order; None delivers the selection in order.
+        epoch: epoch number.
+        rank: data-parallel rank.
+
+    Yields:
+        Samples with the keys, shapes and dtypes of the map-style item; masked repeats are left out.
+    """
+    settings = settings or PlanSettings(strategy="sequential")
+    plan = plan_epoch(dataset.units(), replace(settings, dataset=dataset.fingerprint()), epoch=epoch)
+    for planned, batch in dataset.iter_batches(plan, rank):
+        for place in np.flatnonzero(~planned.is_pad).tolist():
+            yield {key: value[place] for key, value in batch.items() if key != "is_pad"}
 
 
 def render_batch(render: RenderStage, batch: Sample) -> Sample:
@@ -215,7 +216,8 @@ def render_batch(render: RenderStage, batch: Sample) -> Sample:
 class DecodedUnits:
     """Decoded groups of pictures, the least recently used dropped first."""
 
-    def __init__(self, spec: SampleSpec, counters: Counters, budget_bytes: int) -> None:
+    def __init__(self, spec: SampleSpec, where: str, counters: Counters, budget_bytes: int = DECODED_CACHE_BYTES) -> None:
+        self._where = where
         self._forms = {camera: PictureForm.of(spec, camera) for camera in spec.cameras}
         self._counters = counters
         self._budget = budget_bytes
@@ -262,8 +264,7 @@ class DecodedUnits:
         try:
             decoded = decode_run(track, wanted, form, list(pictures))
         except DamagedDataError as error:
-            error.episode = unit.episode if error.episode is None else error.episode
-            raise
+            raise located(error, self._where, unit.episode, track) from error
         self._counters.add("reelray_pictures_decoded", decoded)
         return pictures
 
@@ -335,9 +336,9 @@ def damaged_videos(source: Source, index: VideoIndex, spec: SampleSpec, selectio
     damaged: dict[int, DamagedDataError] = {}
     for camera in spec.cameras:
         mapped = source.camera_map(camera)
-        rows = np.array([source.episodes.row(int(episode)) for episode in selection], dtype=np.int64)
-        for number in np.unique(mapped.file[rows]).tolist():
-            path = mapped.paths[number]
+        rows: NDArray[np.int64] = np.array([source.episodes.row(int(episode)) for episode in selection], dtype=np.int64)
+        for number in np.unique(mapped.file[rows]):
+            path = mapped.paths[int(number)]
             try:
                 source.check_pictures(path, camera, index.table(path).pictures)
             except PictureCountError as error:

@@ -1,5 +1,9 @@
 """Reads a unit: its rows, and exactly the video bytes that its pictures need."""
 
+# pyarrow has no stubs.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

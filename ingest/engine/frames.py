@@ -30,6 +30,11 @@ class FrameStore(Protocol):
         """How many slots there are."""
         ...
 
+    @property
+    def free(self) -> int:
+        """Slots that may be reserved without waiting."""
+        ...
+
     def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
         """Takes ``count`` slots, waiting until that many are free.
 
@@ -113,6 +118,10 @@ class HeapFrames:
         self.slots = slots
         self._allocator = SlotAllocator(slots)
         self._memory: NDArray[np.uint8] | None = np.empty((slots, slot_bytes), dtype=np.uint8)
+
+    @property
+    def free(self) -> int:
+        return self._allocator.free
 
     @property
     def peak_used(self) -> int:

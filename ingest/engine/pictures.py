@@ -142,3 +142,23 @@ def check_shapes(track: Track, form: PictureForm, feature: Feature) -> None:
             camera=track.camera,
             file=track.path,
         )
+
+
+def located(error: DamagedDataError, dataset: str, episode: int, track: Track) -> DamagedDataError:
+    """The same error with dataset and episode, and with picture and bytes as they are numbered in the file."""
+    picture, byte_range, what = None, None, str(error)
+    if error.picture is not None:
+        sample = int(track.table.presented[error.picture])
+        start = int(track.origin[sample])
+        picture, byte_range = int(track.numbers[error.picture]), (start, start + int(track.table.sizes[sample]))
+        reason = what.partition("cannot be decoded: ")[2] or what
+        what = f"{track.path}: picture {picture} (bytes {byte_range[0]}..{byte_range[1]}) cannot be decoded: {reason}"
+    return type(error)(
+        f"{dataset}: episode {episode}, {track.camera}: {what}",
+        dataset=dataset,
+        episode=episode,
+        camera=track.camera,
+        file=track.path,
+        byte_range=byte_range,
+        picture=picture,
+    )

@@ -3,6 +3,10 @@
 A unit is self-contained, so it can be fetched in one process, decoded in a second and assembled in a third.
 """
 
+# pyarrow has no stubs.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import json
@@ -14,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ingest.video.spans import PictureSpan
+from ingest.video.spans import PictureSpan, picture_span
 from ingest.video.tables import SampleTable
 
 
@@ -26,20 +30,20 @@ class UnitRows:
         first: episode frame number of row 0.
         length: number of rows.
         numbers: float32, int64 or bool arrays of shape (length, *feature shape), by feature.
-        others: every other column (text, language, stored pictures), ``length`` rows.
+        others: every other column (text, language, stored pictures), ``length`` rows, as a `pyarrow.Table`.
         tasks: task texts by ``task_index``, for the rows at hand.
     """
 
     first: int
     length: int
     numbers: Mapping[str, NDArray[Any]]
-    others: pa.Table
+    others: Any
     tasks: Mapping[int, str]
 
     @property
     def nbytes(self) -> int:
         """Bytes held, for budgets."""
-        return sum(values.nbytes for values in self.numbers.values()) + self.others.nbytes
+        return sum(values.nbytes for values in self.numbers.values()) + int(self.others.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class Track:
         camera: feature key.
         path: video file, relative to the dataset root.
         first: episode frame number of picture 0 of ``table``.
-        file_first: number of that picture in the file, for messages.
+        numbers: int64[P], picture numbers in the file, for messages.
+        origin: int64[S], byte positions of the samples in the file, for messages.
         table: the samples at hand only; ``offsets`` count from the start of ``data``, ``presented`` lists the
             pictures of the unit, so picture k of the table is frame ``first + k``.
         data: the bytes of those samples.
@@ -59,7 +64,8 @@ class Track:
     camera: str
     path: str
     first: int
-    file_first: int
+    numbers: NDArray[np.int64]
+    origin: NDArray[np.int64]
     table: SampleTable
     data: bytes | memoryview
 
@@ -107,6 +113,25 @@ def localise(table: SampleTable, span: PictureSpan, data: bytes | memoryview, *,
         camera: feature key.
         first: episode frame number of the span's first picture.
     """
+    return Track(
+        camera, table.path, first, span.wanted, table.offsets[span.first : span.stop].astype(np.int64), _cut(table, span, len(data)), data
+    )
+
+
+def excerpt(track: Track, wanted: NDArray[np.int64]) -> Track:
+    """A track of only some pictures, numbered from 0, with only the bytes that they need. Its bytes are its own.
+
+    Args:
+        track: what to cut.
+        wanted: picture numbers of ``track``, ascending.
+    """
+    span = picture_span(track.table, wanted)
+    data = b"".join(memoryview(track.data)[start:stop] for start, stop in span.ranges)
+    table = _cut(track.table, span, len(data))
+    return Track(track.camera, track.path, track.first, track.numbers[wanted], track.origin[span.first : span.stop], table, data)
+
+
+def _cut(table: SampleTable, span: PictureSpan, size: int) -> SampleTable:
     lo, hi = span.first, span.stop
     number, within = span.chunks_of(table)
     lengths = np.array([stop - start for start, stop in span.ranges], dtype=np.int64)
@@ -114,9 +139,9 @@ def localise(table: SampleTable, span: PictureSpan, data: bytes | memoryview, *,
     pictures = span.wanted
     inside = table.starts[(table.starts >= lo) & (table.starts < hi)]
     keys = table.sync[(table.sync >= lo) & (table.sync < hi)]
-    small = replace(
+    return replace(
         table,
-        file_size=len(data),
+        file_size=size,
         offsets=local,
         sizes=table.sizes[lo:hi].astype(np.int64),
         durations=table.durations[lo:hi].astype(np.int64),
@@ -129,7 +154,6 @@ def localise(table: SampleTable, span: PictureSpan, data: bytes | memoryview, *,
         presented_pts=table.presented_pts[pictures].astype(np.int64),
         sample_pts=table.sample_pts[lo:hi],
     )
-    return Track(camera, table.path, first, int(pictures[0]) if len(pictures) else 0, small, data)
 
 
 _ARRAYS = tuple(field.name for field in fields(SampleTable) if "Ints" in str(field.type) or "NDArray" in str(field.type))
@@ -160,7 +184,8 @@ def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
     start = 0
     for track in unit.tracks.values():
         table = {name: getattr(track.table, name) for name in (field.name for field in fields(SampleTable))}
-        entry: dict[str, Any] = {"camera": track.camera, "first": track.first, "file_first": track.file_first}
+        entry: dict[str, Any] = {"camera": track.camera, "first": track.first}
+        entry["numbers"], entry["origin"] = put(track.numbers), put(track.origin)
         entry["payload"] = [start, start + len(track.data)]
         entry["arrays"] = {name: put(np.asarray(table[name])) for name in _ARRAYS}
         entry["table"] = {name: value.hex() if name in _BYTES else value for name, value in table.items() if name not in _ARRAYS}
@@ -195,11 +220,12 @@ def unpack_unit(header: bytes | memoryview, payload: bytes | memoryview) -> Unit
     view = memoryview(payload)
     tracks: dict[str, Track] = {}
     for entry in description["tracks"]:
-        arrays = {name: take(shape_of) for name, shape_of in entry["arrays"].items()}
-        scalars = {name: bytes.fromhex(value) if name in _BYTES else value for name, value in entry["table"].items()}
+        numbers_of_file, origin = take(entry["numbers"]), take(entry["origin"])
+        arrays: dict[str, Any] = {name: take(shape_of) for name, shape_of in entry["arrays"].items()}
+        scalars: dict[str, Any] = {name: bytes.fromhex(value) if name in _BYTES else value for name, value in entry["table"].items()}
         table = SampleTable(**scalars, **arrays)
         start, stop = entry["payload"]
-        tracks[entry["camera"]] = Track(entry["camera"], table.path, entry["first"], entry["file_first"], table, view[start:stop])
+        tracks[entry["camera"]] = Track(entry["camera"], table.path, entry["first"], numbers_of_file, origin, table, view[start:stop])
     rows = description["rows"]
     tasks = {int(key): value for key, value in rows["tasks"].items()}
     return UnitData(

@@ -1,0 +1,359 @@
+"""Ray Data reads episodes: one row per unit, in admission order, fetched ahead by threads inside one generator.
+
+A read task costs tens of milliseconds and order between tasks survives only at the price of their running ahead, so a
+task is a long generator and the parallelism is inside it. Bytes fetched but not yet handed on are limited by credits
+that are granted in plan order.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import ray
+from numpy.typing import NDArray
+from ray.data import DataContext, Datasource, ReadTask
+from ray.data.block import BlockAccessor, BlockMetadata
+
+from ingest.engine.assemble import BatchAssembler, PlannedSamples
+from ingest.engine.counters import Counters
+from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset
+from ingest.engine.fetch import UnitReader, UnitRequest
+from ingest.engine.spec import ReadOptions, SampleSpec
+from ingest.engine.unit import UnitData, pack_unit, unpack_unit
+from ingest.errors import DamagedDataError, ReelrayError, StorageError
+from ingest.lerobot.source import Source
+from ingest.storage.base import Store
+from ingest.video.index import VideoIndex
+
+UNITS_PER_TASK = 64
+"""Units that one read task yields: a task that is lost is run again from its first unit."""
+
+T = TypeVar("T")
+
+_FETCH_THREADS = 4
+_PREFETCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """Everything a read task needs, shipped once as an object reference.
+
+    Attributes:
+        source: metadata of the dataset.
+        index: sample tables of its video files; pickles without what it has cached.
+        spec: what samples consist of.
+        threads: units fetched at once by one task.
+        prefetch_bytes: bytes that one task may have fetched or under way, beyond the unit that is due.
+        key: names the job, so that a worker process keeps what it has opened from task to task.
+    """
+
+    source: Source
+    index: VideoIndex
+    spec: SampleSpec
+    threads: int = _FETCH_THREADS
+    prefetch_bytes: int = _PREFETCH_BYTES
+    key: str = field(default_factory=lambda: uuid4().hex)
+
+    @classmethod
+    def of(cls, dataset: Dataset, **settings: Any) -> ReadJob:
+        """A job that reads like an opened dataset."""
+        return cls(dataset.source, dataset.index, dataset.spec, **settings)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitList:
+    """Units to read, in the order to deliver them.
+
+    Attributes:
+        ordinal: int64[N], number that comes back with each row.
+        dataset: int32[N].
+        episode: int64[N].
+        lo: int64[N].
+        hi: int64[N].
+        nbytes: int64[N], compressed bytes, for credits and for Ray's estimates.
+    """
+
+    ordinal: NDArray[np.int64]
+    dataset: NDArray[np.int32]
+    episode: NDArray[np.int64]
+    lo: NDArray[np.int64]
+    hi: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ordinal)
+
+    def part(self, start: int, stop: int) -> UnitList:
+        """Some consecutive units."""
+        names = ("ordinal", "dataset", "episode", "lo", "hi", "nbytes")
+        return UnitList(**{name: getattr(self, name)[start:stop].copy() for name in names})
+
+    def request(self, number: int) -> UnitRequest:
+        """What to read for one unit."""
+        return UnitRequest(int(self.dataset[number]), int(self.episode[number]), int(self.lo[number]), int(self.hi[number]))
+
+
+class EpisodeDatasource(Datasource):
+    """One row per unit, in the order of ``units``.
+
+    Rows hold ``ordinal``, ``episode``, ``header``, ``payload``, ``error`` and ``counts``; see `unpack_row`. A unit that
+    cannot be read is a row with an ``error``, so that the consumer's damage policy decides, and not Ray.
+
+    Args:
+        job: reference to a `ReadJob`.
+        units: what to read.
+    """
+
+    def __init__(self, job: ray.ObjectRef[ReadJob], units: UnitList) -> None:
+        super().__init__()
+        self._job = job
+        self._units = units
+
+    def get_name(self) -> str:
+        return "ReelrayEpisodes"
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return int(self._units.nbytes.sum())
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        """Pure and free of I/O: Ray calls it several times for each execution.
+
+        The number of tasks follows from the units alone, whatever ``parallelism`` asks for: tasks are there to
+        bound what is run again after a loss.
+        """
+        return [
+            self._task(self._units.part(start, min(start + UNITS_PER_TASK, len(self._units))), per_task_row_limit)
+            for start in range(0, len(self._units), UNITS_PER_TASK)
+        ]
+
+    def _task(self, units: UnitList, row_limit: int | None) -> ReadTask:
+        job = self._job
+
+        def read() -> Iterator[pa.Table]:
+            yield from _read_rows(ray.get(job), units)
+
+        metadata = BlockMetadata(num_rows=len(units), size_bytes=int(units.nbytes.sum()), exec_stats=None, input_files=None)
+        return ReadTask(read, metadata, per_task_row_limit=row_limit)
+
+
+def unpack_row(table: pa.Table, row: int) -> tuple[int, UnitData | ReelrayError, dict[str, float]]:
+    """A row of `EpisodeDatasource`: its ordinal, the unit or the error that kept it from being read, and counts."""
+    ordinal = int(table.column("ordinal")[row].as_py())
+    counts: dict[str, float] = json.loads(table.column("counts")[row].as_py())
+    error = table.column("error")[row].as_py()
+    if error is not None:
+        return ordinal, load_error(error), counts
+    header = table.column("header")[row].as_py()
+    payload = table.column("payload")[row].as_py()
+    return ordinal, unpack_unit(header, payload), counts
+
+
+def dump_error(error: ReelrayError) -> str:
+    """An error as JSON: its class and message, and for damage what it names."""
+    fields = {
+        name: value for name, value in vars(error).items() if isinstance(value, str | int | tuple | list) and not name.startswith("_")
+    }
+    return json.dumps({"kind": type(error).__name__, "message": str(error), "fields": fields})
+
+
+def load_error(text: str) -> ReelrayError:
+    """The inverse of `dump_error`."""
+    import ingest.errors
+
+    described = json.loads(text)
+    kind: Any = getattr(ingest.errors, described["kind"], StorageError)
+    error: ReelrayError = kind(described["message"])
+    for name, value in described["fields"].items():
+        setattr(error, name, tuple(value) if isinstance(value, list) else value)
+    return error
+
+
+_readers: OrderedDict[str, tuple[UnitReader, Counters]] = OrderedDict()
+
+
+def _reader(job: ReadJob) -> tuple[UnitReader, Counters]:
+    """The reader of a job in this worker process, kept from task to task with the footers and tables it has read."""
+    if job.key not in _readers:
+        counters = Counters()
+        _readers[job.key] = (UnitReader(job.source, job.index, job.spec, counters), counters)
+        while len(_readers) > 2:
+            _readers.popitem(last=False)
+    return _readers[job.key]
+
+
+def _read_rows(job: ReadJob, units: UnitList) -> Iterator[pa.Table]:
+    reader, counters = _reader(job)
+
+    def read(number: int) -> tuple[bytes, bytes, str | None]:
+        try:
+            header, payload = pack_unit(reader.read(units.request(number)))
+            return header, payload, None
+        except (DamagedDataError, StorageError) as error:
+            return b"", b"", dump_error(error)
+
+    counted = counters.totals()
+    for number, (header, payload, error) in enumerate(in_order(read, units.nbytes, job.threads, job.prefetch_bytes)):
+        totals = counters.totals()
+        counts = {name: value - counted[name] for name, value in totals.items() if value != counted[name]}
+        counted = totals
+        yield pa.table(
+            {
+                "ordinal": pa.array([int(units.ordinal[number])], pa.int64()),
+                "episode": pa.array([int(units.episode[number])], pa.int64()),
+                "header": pa.array([header], pa.large_binary()),
+                "payload": pa.array([payload], pa.large_binary()),
+                "error": pa.array([error], pa.string()),
+                "counts": pa.array([json.dumps(counts)], pa.string()),
+            }
+        )
+
+
+def in_order(read: Callable[[int], T], nbytes: NDArray[np.int64], threads: int, budget: int) -> Iterator[T]:
+    """Runs ``read(0), read(1), …`` in threads and yields the results in order.
+
+    A read starts only when the bytes of everything under way or waiting, and its own, fit the budget, or when it is
+    the one that is due: credits are granted in order, so nothing that is due ever waits for something later.
+    """
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="reelray-fetch") as pool:
+        ahead: deque[Future[T]] = deque()
+        held = 0
+        following = 0
+        try:
+            for due in range(len(nbytes)):
+                while (
+                    following < len(nbytes) and len(ahead) < 2 * threads and (following == due or held + int(nbytes[following]) <= budget)
+                ):
+                    ahead.append(pool.submit(read, following))
+                    held += int(nbytes[following])
+                    following += 1
+                yield ahead.popleft().result()
+                held -= int(nbytes[due])
+        finally:
+            for waiting in ahead:
+                waiting.cancel()
+
+
+class EpisodeTableDatasource(Datasource):
+    """One row per episode with everything decoded, for plain Ray Data pipelines.
+
+    Selecting columns is pushed down to the read: a camera that is not selected is neither fetched nor decoded.
+
+    Args:
+        dataset: the opened dataset.
+        job: reference to a job that reads it.
+    """
+
+    def __init__(self, dataset: Dataset, job: ray.ObjectRef[ReadJob]) -> None:
+        super().__init__()
+        self._job = job
+        self._episodes = dataset.selection
+        self._lengths = dataset.lengths
+        self._nbytes = _decoded_bytes(dataset)
+        spec = dataset.spec
+        self._keys = (*spec.cameras, *spec.images, *spec.columns)
+
+    def get_name(self) -> str:
+        return "ReelrayEpisodeTable"
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return int(self._nbytes.sum())
+
+    def supports_projection_pushdown(self) -> bool:
+        return True
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        columns = self._get_data_columns()
+        count = max(1, min(parallelism, len(self._episodes)))
+        edges = np.linspace(0, len(self._episodes), count + 1).astype(int).tolist()
+        return [self._task(start, stop, columns, per_task_row_limit) for start, stop in pairwise(edges)]
+
+    def _task(self, start: int, stop: int, columns: Sequence[str] | None, row_limit: int | None) -> ReadTask:
+        job, episodes, lengths = self._job, self._episodes[start:stop].copy(), self._lengths[start:stop].copy()
+
+        def read() -> Iterator[Any]:
+            yield from _episode_blocks(ray.get(job), episodes, lengths, columns)
+
+        size = int(self._nbytes[start:stop].sum())
+        metadata = BlockMetadata(num_rows=stop - start, size_bytes=size, exec_stats=None, input_files=None)
+        return ReadTask(read, metadata, per_task_row_limit=row_limit)
+
+
+def _decoded_bytes(dataset: Dataset) -> NDArray[np.int64]:
+    spec = dataset.spec
+    per_frame = sum(int(np.prod(spec.features[camera].picture_shape)) for camera in spec.cameras)
+    per_frame += sum(4 * max(1, int(np.prod(spec.features[key].shape))) for key in spec.columns)
+    return dataset.lengths * per_frame
+
+
+def _episode_blocks(job: ReadJob, episodes: NDArray[np.int64], lengths: NDArray[np.int64], columns: Sequence[str] | None) -> Iterator[Any]:
+    spec = job.spec
+    if columns is not None:
+        wanted = set(columns)
+        spec = replace(
+            spec,
+            cameras=tuple(key for key in spec.cameras if key in wanted),
+            images=tuple(key for key in spec.images if key in wanted),
+            columns=tuple(key for key in spec.columns if key in wanted),
+        )
+    counters = Counters()
+    reader = UnitReader(job.source, job.index, spec, counters)
+    assembler = BatchAssembler(spec, job.source.store, as_uint8=True)
+    for episode, length in zip(episodes.tolist(), lengths.tolist(), strict=True):
+        unit = reader.read(UnitRequest(0, episode, 0, length))
+        pictures = DecodedUnits(spec, job.source.store.url, counters)
+        frames = np.arange(length, dtype=np.int64)
+        batch = assembler.batch(
+            PlannedSamples(np.zeros(length, np.int64), frames, np.zeros(length, np.bool_), 0, 0), {0: unit}, pictures.bind({0: unit})
+        )
+        row: dict[str, Any] = {"episode": [episode], "length": [length], "task": [batch["task"][0]]}
+        for key in (*spec.cameras, *spec.images, *spec.columns):
+            value = batch[key]
+            row[key] = np.ascontiguousarray(value)[None] if isinstance(value, np.ndarray) else [value]
+        yield BlockAccessor.batch_to_block({key: row[key] for key in row if columns is None or key in columns})
+
+
+def read_episodes(
+    source: str | Path | Store,
+    *,
+    episodes: Sequence[int] | None = None,
+    options: ReadOptions | None = None,
+    concurrency: int | None = None,
+    **read_options: Any,
+) -> ray.data.Dataset:
+    """A plain Ray Dataset with one row per episode.
+
+    Rows hold ``episode``, ``length``, ``task`` (of the first frame), every stored feature as an array of shape
+    (length, *feature shape), and every camera as uint8 (length, C, H, W). ``Dataset.select_columns`` is pushed down:
+    cameras that are not selected are neither fetched nor decoded.
+
+    Args:
+        source: local directory, or an opened store.
+        episodes: episodes to read, in the order to list them; None reads all.
+        options: how to read; or give the fields of `ReadOptions` as keywords.
+        concurrency: read tasks that may run at once; None leaves it to Ray.
+        **read_options: fields of `ReadOptions`.
+
+    Raises:
+        DatasetError: the dataset cannot be read as asked.
+    """
+    dataset = open_dataset(source, episodes=episodes, options=options, return_uint8=True, **read_options)
+    datasource = EpisodeTableDatasource(dataset, ray.put(ReadJob.of(dataset)))
+    blocks = min(len(dataset.selection), 200)
+    return ray.data.read_datasource(datasource, override_num_blocks=blocks, concurrency=concurrency)

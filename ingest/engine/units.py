@@ -1,0 +1,64 @@
+"""A dataset's episodes, or runs of them, as the planner's units."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.engine.spec import SampleSpec
+from ingest.lerobot.source import Source
+from ingest.plan import Units, cut_units
+from ingest.video.index import VideoIndex
+from ingest.video.spans import gop_starts, picture_span
+
+
+def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection: NDArray[np.int64], lengths: NDArray[np.int64]) -> Units:
+    """Whole episodes in selection order, with the bytes of their pictures and the pixels to decode as cost."""
+    nbytes = np.zeros(len(selection), dtype=np.int64)
+    cost = np.zeros(len(selection), dtype=np.float64)
+    for camera in spec.cameras:
+        height, width, _ = spec.features[camera].picture_shape
+        cost += lengths * float(height * width)
+        for row, episode in enumerate(selection.tolist()):
+            path, first, count = source.pictures(episode, camera)
+            if count:
+                nbytes[row] += picture_span(index.table(path), range(first, first + count)).nbytes
+    return Units.from_lengths(lengths, episodes=selection, nbytes=nbytes, cost=cost if spec.cameras else None)
+
+
+def cut_into_runs(units: Units, source: Source, index: VideoIndex, cameras: Sequence[str], max_frames: int) -> Units:
+    """Cuts units into runs of at most ``max_frames`` frames that decode independently (or of one group of pictures)."""
+    boundaries = {
+        row: _clean_starts(source, index, cameras, int(units.episode[row])) for row in np.flatnonzero(units.frames > max_frames).tolist()
+    }
+    return cut_units(units, boundaries, max_frames=max_frames)
+
+
+def _clean_starts(source: Source, index: VideoIndex, cameras: Sequence[str], episode: int) -> NDArray[np.int64]:
+    """Frames of an episode where every camera can begin to decode; those of the camera with the fewest where none agree."""
+    found: list[NDArray[np.int64]] = []
+    for camera in cameras:
+        path, first, count = source.pictures(episode, camera)
+        starts = gop_starts(index.table(path)) - first
+        found.append(starts[(starts >= 0) & (starts < count)])
+    if not found:
+        # Without pictures any frame is a clean start.
+        return np.arange(int(source.episodes.length[source.episodes.row(episode)]), dtype=np.int64)
+    common = found[0]
+    for starts in found[1:]:
+        common = np.intersect1d(common, starts)
+    fewest = min(found, key=len)
+    return common if 2 * len(common) >= len(fewest) else fewest
+
+
+def dataset_fingerprint(source: Source) -> str:
+    """Digest of what an order depends on: episodes, their lengths and rows. Equal for every copy of a dataset."""
+    table = source.episodes
+    digest = hashlib.blake2b(digest_size=16)
+    for column in (table.episode_index, table.length, table.dataset_from):
+        digest.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
+    digest.update(repr(float(source.info.fps)).encode())
+    return digest.hexdigest()

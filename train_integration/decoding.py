@@ -1,0 +1,166 @@
+"""How a rank gets pictures decoded: by the node's pool, or by threads of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from time import thread_time
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.decode_pool import DecodeAnswer, DecodeRequest
+from actors.pool_client import DecodePoolClient
+from actors.slab import FrameSlab
+from ingest.engine.counters import Counters
+from ingest.engine.frames import FrameStore, HeapFrames
+from ingest.engine.pictures import PictureForm, decode_run, located
+from ingest.engine.unit import Track, excerpt
+from ingest.errors import DamagedDataError
+
+SlotsMoved = Callable[[NDArray[np.int32]], None]
+"""Told the new slots when a run is decoded again elsewhere."""
+
+
+class DecodeBackend(Protocol):
+    """Decodes runs of pictures into frame slots."""
+
+    def make_frames(self, slot_bytes: int, slots: int) -> FrameStore:
+        """Slots that this back end can write to."""
+        ...
+
+    def submit(
+        self,
+        frames: FrameStore,
+        track: Track,
+        episode: int,
+        wanted: NDArray[np.int64],
+        form: PictureForm,
+        shape: tuple[int, int, int],
+        slots: NDArray[np.int32],
+        moved: SlotsMoved,
+    ) -> Future[Any]:
+        """Starts decoding ``wanted`` into ``slots``; calls start in the order submitted.
+
+        The future fails with the typed error of `ingest.errors`. ``moved`` is called before it succeeds when other
+        slots had to be used.
+        """
+        ...
+
+    def states(self) -> Sequence[str]:
+        """One line per decoder, for stall reports."""
+        ...
+
+    def close(self) -> None:
+        """Stops; what has not started fails."""
+        ...
+
+
+class PoolDecoding:
+    """Decoding by the actors of the node, through shared frame slots.
+
+    Args:
+        client: the pool's client; closed with this object.
+        dataset: location of the dataset, for messages.
+        forget: called with a slab's token when the slab is closed.
+    """
+
+    def __init__(self, client: DecodePoolClient, dataset: str, forget: Callable[[bytes], None]) -> None:
+        self._client = client
+        self._dataset = dataset
+        self._forget = forget
+        self._slabs: list[FrameSlab] = []
+
+    def make_frames(self, slot_bytes: int, slots: int) -> FrameSlab:
+        slab = FrameSlab(slot_bytes, slots)
+        self._slabs.append(slab)
+        return slab
+
+    def submit(
+        self,
+        frames: FrameStore,
+        track: Track,
+        episode: int,
+        wanted: NDArray[np.int64],
+        form: PictureForm,
+        shape: tuple[int, int, int],
+        slots: NDArray[np.int32],
+        moved: SlotsMoved,
+    ) -> Future[Any]:
+        assert isinstance(frames, FrameSlab)  # made by make_frames
+        numbers = np.arange(len(wanted), dtype=np.int64)
+        request = DecodeRequest(self._dataset, episode, excerpt(track, wanted), numbers, form, shape, frames.handle, slots)
+
+        def elsewhere(lost: DecodeRequest) -> DecodeRequest:
+            frames.replace_lost(lost.slots)
+            fresh = frames.reserve(len(lost.slots))
+            moved(fresh)
+            return replace(lost, slots=fresh, slab=frames.handle)
+
+        describe = f"{self._dataset}: episode {episode}, {track.camera}, pictures {int(wanted[0])}..{int(wanted[-1])} of {track.path}"
+        return self._client.submit(request, cost=float(len(wanted)) * shape[0] * shape[1], describe=describe, on_lost=elsewhere)
+
+    def states(self) -> Sequence[str]:
+        return self._client.states()
+
+    def close(self) -> None:
+        self._client.close()
+        for slab in self._slabs:
+            self._forget(slab.handle.token)
+            slab.close()
+
+
+class InlineDecoding:
+    """Decoding by threads of this process: for one rank on a small node, and outside a Ray cluster.
+
+    Args:
+        threads: decoders that run at once.
+        dataset: location of the dataset, for messages.
+        counters: receives pictures and CPU seconds.
+    """
+
+    def __init__(self, threads: int, dataset: str, counters: Counters) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="reelray-decode")
+        self._dataset = dataset
+        self._counters = counters
+        self._stores: list[HeapFrames] = []
+
+    def make_frames(self, slot_bytes: int, slots: int) -> HeapFrames:
+        store = HeapFrames(slot_bytes, slots)
+        self._stores.append(store)
+        return store
+
+    def submit(
+        self,
+        frames: FrameStore,
+        track: Track,
+        episode: int,
+        wanted: NDArray[np.int64],
+        form: PictureForm,
+        shape: tuple[int, int, int],
+        slots: NDArray[np.int32],
+        moved: SlotsMoved,  # noqa: ARG002 - threads of this process are never lost
+    ) -> Future[Any]:
+        def decode() -> DecodeAnswer:
+            start = thread_time()
+            dtype = form.writer().dtype
+            out = [frames.view(int(slot), shape, dtype) for slot in slots]
+            try:
+                decoded = decode_run(track, wanted, form, out)
+            except DamagedDataError as error:
+                raise located(error, self._dataset, episode, track) from error
+            answer = DecodeAnswer({"reelray_pictures_decoded": decoded, "reelray_decode_cpu_seconds": thread_time() - start})
+            self._counters.merge(answer.counts)
+            return answer
+
+        return self._pool.submit(decode)
+
+    def states(self) -> Sequence[str]:
+        return ["inline decoding threads"]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for store in self._stores:
+            store.close()

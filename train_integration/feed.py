@@ -1,0 +1,84 @@
+"""Units from Ray Data, in the order in which a rank needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.data import DataContext, ExecutionResources
+
+from ingest.datasource import EpisodeDatasource, ReadJob, UnitList, in_order, unpack_row
+from ingest.engine.counters import Counters
+from ingest.engine.fetch import UnitReader
+from ingest.engine.unit import UnitData
+from ingest.errors import DamagedDataError, ReelrayError, StorageError
+
+Arrival = tuple[int, UnitData | ReelrayError]
+"""Ordinal of a unit, and the unit or what kept it from being read."""
+
+
+class Feed(Protocol):
+    """Where a rank's units come from."""
+
+    def units(self, wanted: UnitList, counters: Counters) -> Iterator[Arrival]:
+        """Yields the wanted units in the order asked. Closing the iterator stops everything behind it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RayFeed:
+    """Reads with Ray Data tasks that reserve no CPU, so that trainers and decoders may hold all of them.
+
+    Attributes:
+        job: reference to what read tasks need; owned by the driver, so it outlives Train workers.
+        object_store_bytes: most object store memory that this rank's reading may take.
+    """
+
+    job: ray.ObjectRef[ReadJob]
+    object_store_bytes: int
+
+    def units(self, wanted: UnitList, counters: Counters) -> Iterator[Arrival]:
+        if not len(wanted):
+            return
+        context = DataContext.get_current().copy()
+        # One row per block and blocks in plan order: the row is the unit of everything that follows.
+        context.target_max_block_size = 1
+        context.execution_options.preserve_order = True
+        context.execution_options.resource_limits = ExecutionResources.for_limits(object_store_memory=self.object_store_bytes)
+        context.enable_progress_bars = False
+        with DataContext.current(context):
+            datasource = EpisodeDatasource(self.job, wanted)
+            tasks = len(datasource.get_read_tasks(1))
+            dataset = ray.data.read_datasource(datasource, num_cpus=0, override_num_blocks=tasks)
+        iterator: Any = dataset.iterator()
+        batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+        for table in batches:
+            for row in range(table.num_rows):
+                ordinal, unit, counts = unpack_row(table, row)
+                counters.merge(counts)
+                yield ordinal, unit
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFeed:
+    """Reads with threads of this process, for streams outside a Ray cluster.
+
+    Attributes:
+        job: what to read and how.
+    """
+
+    job: ReadJob
+
+    def units(self, wanted: UnitList, counters: Counters) -> Iterator[Arrival]:
+        reader = UnitReader(self.job.source, self.job.index, self.job.spec, counters)
+
+        def read(number: int) -> UnitData | ReelrayError:
+            try:
+                return reader.read(wanted.request(number))
+            except (DamagedDataError, StorageError) as error:
+                return error
+
+        for number, unit in enumerate(in_order(read, wanted.nbytes, self.job.threads, self.job.prefetch_bytes)):
+            yield int(wanted.ordinal[number]), unit

@@ -1,0 +1,140 @@
+"""What a stream delivers and within which means: one frozen description that the driver ships to every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+
+from ingest.datasource import ReadJob
+from ingest.engine.damage import DamagePolicy, DamageReport
+from ingest.engine.dataset import Dataset, RenderStage, Transform, open_dataset
+from ingest.engine.spec import ReadOptions
+from ingest.errors import SettingsError
+from ingest.plan import PlanSettings, Units
+from ingest.storage.base import Store
+from train_integration.worklist import EpisodeLengths
+
+Decode = Literal["pool", "inline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """How samples are delivered. Order is decided by ``plan`` and the units alone; the rest decides cost.
+
+    Attributes:
+        plan: strategy, seed, topology and the other settings of the order.
+        read: what a sample consists of.
+        episodes: episodes to read; None reads all.
+        exclude_episodes: episodes to leave out.
+        epochs: epochs to deliver; None goes on for ever.
+        damage: what to do about damaged episodes.
+        image_transforms: injected picture transform; must pickle.
+        render: injected sample stage; must pickle.
+        return_uint8: uint8 pictures (default) or float32 in [0, 1].
+        decode: by the node's decode actors, or by threads of the rank.
+        decode_threads: threads of ``inline`` decoding.
+        decoded_budget_gb: GiB of decoded pictures per rank; None takes a share of the node's memory.
+        byte_budget_gb: GiB of fetched compressed pictures per rank.
+        prefetch_batches: finished batches kept ahead of the training loop.
+        fetch_threads: units fetched at once by one read task.
+        lane_frames: frames of one unit in ``lanes`` and ``reservoir``, at most, cut where pictures decode independently;
+            None keeps whole episodes.
+        stall_s: seconds without a batch after which the stream gives up.
+    """
+
+    plan: PlanSettings = field(default_factory=PlanSettings)
+    read: ReadOptions = field(default_factory=ReadOptions)
+    episodes: tuple[int, ...] | None = None
+    exclude_episodes: tuple[int, ...] | None = None
+    epochs: int | None = 1
+    damage: DamagePolicy = "error"
+    image_transforms: Transform | None = None
+    render: RenderStage | None = None
+    return_uint8: bool = True
+    decode: Decode = "pool"
+    decode_threads: int = 2
+    decoded_budget_gb: float | None = None
+    byte_budget_gb: float = 8.0
+    prefetch_batches: int = 4
+    fetch_threads: int = 4
+    lane_frames: int | None = 64
+    stall_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("byte_budget_gb", "prefetch_batches", "fetch_threads", "decode_threads", "stall_s"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
+        for name in ("decoded_budget_gb", "lane_frames", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise SettingsError(f"{name} must be positive, found {value}")
+        if self.decode not in {"pool", "inline"}:
+            raise SettingsError(f"decode must be pool or inline, found {self.decode!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamDescription:
+    """A stream as data: what every rank needs beside its rank. Pickles.
+
+    Attributes:
+        config: as given; its ``plan`` holds the topology asked for.
+        job: how units are read.
+        units: the planner's table.
+        lengths: frames of whole episodes.
+        damage: episodes dropped before the first frame.
+    """
+
+    config: StreamConfig
+    job: ReadJob
+    units: Units
+    lengths: EpisodeLengths
+    damage: DamageReport
+
+    def with_topology(self, *, world_size: int) -> PlanSettings:
+        """The plan's settings for another number of ranks."""
+        return replace(self.config.plan, world_size=world_size)
+
+
+def open_stream(source: str | Path | Store, config: StreamConfig, **dataset_options: Any) -> tuple[StreamDescription, Dataset]:
+    """Opens a dataset and describes a stream over it.
+
+    Args:
+        source: dataset location.
+        config: how to deliver.
+        **dataset_options: further arguments of `open_dataset`.
+
+    Raises:
+        DatasetError: the dataset cannot be read as asked.
+    """
+    dataset = open_dataset(
+        source,
+        episodes=config.episodes,
+        exclude_episodes=config.exclude_episodes,
+        options=config.read,
+        image_transforms=config.image_transforms,
+        render=config.render,
+        return_uint8=config.return_uint8,
+        damage=config.damage,
+        **dataset_options,
+    )
+    return describe_stream(dataset, config), dataset
+
+
+def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription:
+    """Describes a stream over an opened dataset."""
+    config = replace(config, plan=replace(config.plan, dataset=dataset.fingerprint()))
+    units = dataset.units(lane_frames=config.lane_frames if config.plan.strategy in {"lanes", "reservoir"} else None)
+    order = np.argsort(dataset.selection)
+    lengths = EpisodeLengths((dataset.selection[order],), (dataset.lengths[order],))
+    return StreamDescription(config, ReadJob.of(dataset, threads=config.fetch_threads), units, lengths, dataset.damage)
+
+
+def decoded_budget_bytes(config: StreamConfig, ranks_on_node: int) -> int:
+    """Bytes of decoded pictures that one rank may hold: as configured, or a quarter of the node's memory over its ranks."""
+    if config.decoded_budget_gb is not None:
+        return int(config.decoded_budget_gb * 2**30)
+    return int(psutil.virtual_memory().total * 0.25 / max(1, ranks_on_node))

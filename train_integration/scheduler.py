@@ -1,0 +1,448 @@
+"""One rank's epoch, executed: units in, slots, decode calls, batches out, everything in plan order and within budget.
+
+Two threads share this object. The *feeder* takes units as they arrive, reserves slots for those that are decoded whole,
+and starts their decode calls. The *assembler* (whoever iterates) asks for pictures of on-demand units a few batches
+ahead, waits for what the next batch needs, gathers it, and gives back slots after their last use. Both walk the plan in
+the same order, and units hold slots only from their first to their last use, so neither can wait for the other for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.datasource import UnitList
+from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample
+from ingest.engine.counters import Counters
+from ingest.engine.frames import FrameStore
+from ingest.engine.modes import choose_once
+from ingest.engine.pictures import PictureForm, check_shapes, groups, runs
+from ingest.engine.spec import SampleSpec
+from ingest.engine.unit import UnitData
+from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
+from train_integration.decoding import DecodeBackend
+from train_integration.feed import Feed
+from train_integration.worklist import PlannedStep, WorkList
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """What a rank may hold.
+
+    Attributes:
+        decoded_bytes: decoded pictures in slots.
+        compressed_bytes: fetched units that are not decoded whole.
+        ahead: batches for which on-demand pictures are asked in advance.
+        stall_s: seconds without progress after which a batch is given up with `IngestStalledError`.
+    """
+
+    decoded_bytes: int
+    compressed_bytes: int
+    ahead: int = 4
+    stall_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrameStores:
+    """Slots of a rank: for units that are decoded whole, and for pictures decoded on demand."""
+
+    whole: FrameStore | None
+    demand: FrameStore | None
+
+    def close(self) -> None:
+        """Closes both."""
+        for store in (self.whole, self.demand):
+            if store is not None:
+                store.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    future: Future[Any]
+    slots: NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class _Resident:
+    """A unit that has arrived. ``unit`` loses its compressed pictures once everything is decoded."""
+
+    unit: UnitData
+    once: bool
+    runs: dict[str, list[_Run]] = field(default_factory=dict)
+    run_of: dict[str, NDArray[np.int32]] = field(default_factory=dict)
+    place_of: dict[str, NDArray[np.int32]] = field(default_factory=dict)
+
+    def slot(self, camera: str, frame: int) -> int:
+        local = frame - self.unit.tracks[camera].first
+        return int(self.runs[camera][self.run_of[camera][local]].slots[self.place_of[camera][local]])
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A batch under way: its on-demand pictures and the calls that bring them."""
+
+    step: PlannedStep
+    demand: dict[tuple[int, str, int], tuple[_Run, int]] = field(default_factory=dict)
+    runs: list[_Run] = field(default_factory=list)
+
+
+class UnitFailure(Exception):  # noqa: N818 - a carrier, not an error of its own
+    """A unit that a batch needs is damaged: which unit, at which step, and the error."""
+
+    def __init__(self, key: int, step: int, error: ReelrayError) -> None:
+        super().__init__(str(error))
+        self.key = key
+        self.step = step
+        self.error = error
+
+
+class BatchScheduler:
+    """Iterates over the batches of one rank and one epoch, from a step on.
+
+    Args:
+        spec: what samples consist of.
+        work: the rank's units and batches.
+        feed: where units come from.
+        backend: who decodes; not closed by this object.
+        assembler: gathers batches.
+        counters: receives totals.
+        budgets: what may be held.
+        seed: order seed, for reproducible transforms.
+        stores: slots of the epoch before, to go on with; None makes new ones.
+    """
+
+    def __init__(
+        self,
+        spec: SampleSpec,
+        work: WorkList,
+        feed: Feed,
+        backend: DecodeBackend,
+        assembler: BatchAssembler,
+        counters: Counters,
+        budgets: Budgets,
+        seed: int,
+        stores: FrameStores | None = None,
+    ) -> None:
+        self._spec = spec
+        self._work = work
+        self._feed = feed
+        self._backend = backend
+        self._assembler = assembler
+        self._counters = counters
+        self._budgets = budgets
+        self._seed = seed
+        self._forms = {camera: PictureForm.of(spec, camera) for camera in spec.cameras}
+        self._shapes = {camera: form.shape(spec.features[camera]) for camera, form in self._forms.items()}
+        self._per_sample = sum(spec.windows.size(camera) or 1 for camera in spec.cameras)
+        self._changed = threading.Condition()
+        self._residents: dict[int, _Resident | ReelrayError] = {}
+        self._held_bytes = 0
+        self.peak_compressed_bytes = 0
+        self._needed_step = 0
+        self._closed = False
+        self._feeder_error: BaseException | None = None
+        self._slot_bytes = max((form.nbytes(spec.features[camera]) for camera, form in self._forms.items()), default=1)
+        self.fed = threading.Event()
+        self._once, self.stores = self._lay_out(stores)
+        self._whole, self._demand = self.stores.whole, self.stores.demand
+        self._units = self._feed.units(work.list, counters)
+        self._thread = threading.Thread(target=self._feed_units, name="reelray-feeder", daemon=True)
+        self._thread.start()
+
+    def _lay_out(self, stores: FrameStores | None) -> tuple[NDArray[np.bool_], FrameStores]:
+        """Decides once or on demand for every unit, and makes the slots for both."""
+        work = self._work
+        if not self._spec.cameras:
+            return np.ones(len(work.list), np.bool_), FrameStores(None, None)
+        per_batch = work.batch_size * self._per_sample
+        slots = self._budgets.decoded_bytes // self._slot_bytes
+        if slots < per_batch:
+            raise BudgetError(
+                f"one batch needs {per_batch} decoded pictures of {self._slot_bytes} bytes, but the decoded budget of "
+                f"{self._budgets.decoded_bytes} bytes holds {slots}: raise decoded_budget_gb, or lower batch size, window or picture size"
+            )
+        if stores is not None:
+            room = stores.whole.slots if stores.whole is not None else 0
+            once = choose_once(work.first_step, work.last_step, work.pictures, room)
+            demand = stores.demand if once.all() else stores.demand or self._backend.make_frames(self._slot_bytes, per_batch * 2)
+            return once, FrameStores(stores.whole, demand)
+        reserve = min(per_batch * (self._budgets.ahead + 1), slots)
+        once = choose_once(work.first_step, work.last_step, work.pictures, slots)
+        if not once.all():
+            once = choose_once(work.first_step, work.last_step, work.pictures, slots - reserve)
+        # Room for two more units than the plan needs at once lets decoding run ahead of the batches.
+        peak = _peak_pictures(work.first_step[once], work.last_step[once], work.pictures[once])
+        largest = int(work.pictures[once].max()) if once.any() else 0
+        room = min(slots if once.all() else slots - reserve, peak + 2 * largest)
+        return once, FrameStores(
+            self._backend.make_frames(self._slot_bytes, room) if once.any() else None,
+            None if once.all() else self._backend.make_frames(self._slot_bytes, reserve),
+        )
+
+    @property
+    def units(self) -> UnitList:
+        """The units of the work list, by key."""
+        return self._work.list
+
+    def frames_left(self, dataset: int, episode: int, step: int) -> int:
+        """Selected frames of an episode that this rank would have delivered from a step on."""
+        units = self._work.list
+        mine = np.flatnonzero((units.dataset == dataset) & (units.episode == episode))
+        return sum(int(np.count_nonzero(np.isin(one.key, mine) & ~one.is_pad)) for one in self._work.steps if one.step >= step)
+
+    # --- feeder ---------------------------------------------------------------------------------
+
+    def _feed_units(self) -> None:
+        try:
+            for ordinal, arrived in self._units:
+                if self._closed:
+                    return
+                self._admit(ordinal, arrived)
+            self.fed.set()
+        except StreamClosedError:
+            pass
+        except BaseException as error:
+            self._feeder_error = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _admit(self, key: int, arrived: UnitData | ReelrayError) -> None:
+        resident: _Resident | ReelrayError
+        if isinstance(arrived, ReelrayError):
+            resident = arrived
+        else:
+            try:
+                for camera, track in arrived.tracks.items():
+                    check_shapes(track, self._forms[camera], self._spec.features[camera])
+                resident = _Resident(arrived, bool(self._once[key]))
+                if resident.once:
+                    self._decode_whole(key, resident)
+                else:
+                    self._hold(key, arrived.payload_bytes)
+            except DamagedDataError as error:
+                error.episode = arrived.episode
+                resident = error
+        with self._changed:
+            self._residents[key] = resident
+            self._changed.notify_all()
+
+    def _hold(self, key: int, nbytes: int) -> None:
+        """Waits until the compressed budget has room, except for a unit that the next batch needs."""
+        first = int(self._work.first_step[key])
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or first <= self._needed_step or self._held_bytes + nbytes <= self._budgets.compressed_bytes
+            )
+            if self._closed:
+                raise StreamClosedError("the stream was closed")
+            self._held_bytes += nbytes
+            self.peak_compressed_bytes = max(self.peak_compressed_bytes, self._held_bytes)
+
+    def _decode_whole(self, key: int, resident: _Resident) -> None:
+        unit = resident.unit
+        left = self._work.needed.get(key)
+        for camera, track in unit.tracks.items():
+            assert self._whole is not None  # made for once units
+            wanted = np.arange(track.pictures, dtype=np.int64)
+            if left is not None:
+                wanted = np.unique(self._spec.picture_frames(camera, left, unit.episode_length)) - track.first
+            resident.run_of[camera] = np.zeros(track.pictures, np.int32)
+            resident.place_of[camera] = np.zeros(track.pictures, np.int32)
+            resident.runs[camera] = []
+            for number, run in enumerate(runs(track, wanted)):
+                slots = self._whole.reserve(len(run))
+                resident.run_of[camera][run] = number
+                resident.place_of[camera][run] = np.arange(len(run), dtype=np.int32)
+                resident.runs[camera].append(self._start(self._whole, resident, camera, run, slots))
+        # Every call holds the bytes that it needs, so the compressed pictures are let go of.
+        tracks = {camera: replace(track, data=b"") for camera, track in unit.tracks.items()}
+        resident.unit = replace(unit, tracks=tracks)
+
+    def _start(self, frames: FrameStore, resident: _Resident, camera: str, wanted: NDArray[np.int64], slots: NDArray[np.int32]) -> _Run:
+        run = _Run(Future(), slots)
+
+        def moved(fresh: NDArray[np.int32]) -> None:
+            run.slots = fresh
+
+        unit = resident.unit
+        run.future = self._backend.submit(
+            frames, unit.tracks[camera], unit.episode, wanted, self._forms[camera], self._shapes[camera], slots, moved
+        )
+        return run
+
+    # --- assembler ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[PlannedStep, Sample]]:
+        asked: deque[_Asked] = deque()
+        planned = iter(self._work.steps)
+        exhausted = False
+        drained = self._work.drained_after()
+        while True:
+            while not exhausted and len(asked) < self._budgets.ahead:
+                following = next(planned, None)
+                if following is None:
+                    exhausted = True
+                elif not asked or self._may_ask(following):
+                    asked.append(self._ask(following))
+                else:
+                    # Do not wait for a later batch while an earlier one may be ready.
+                    planned = _chain(following, planned)
+                    break
+            if not asked:
+                return
+            head = asked.popleft()
+            yield head.step, self._gather(head)
+            self._release(head, drained.get(head.step.step, ()))
+
+    def _may_ask(self, step: PlannedStep) -> bool:
+        """Whether a later batch can be asked for without waiting, and without meeting damage before its turn."""
+        with self._changed:
+            if not all(isinstance(self._residents.get(key), _Resident) for key in set(step.key.tolist())):
+                return False
+        return self._demand is None or self._demand.free >= len(step) * self._per_sample
+
+    def _resident(self, key: int, step: int) -> _Resident:
+        deadline = time.monotonic() + self._budgets.stall_s
+        with self._changed:
+            self._needed_step = max(self._needed_step, step)
+            self._changed.notify_all()
+            while key not in self._residents:
+                if self._feeder_error is not None:
+                    raise self._feeder_error
+                if self._closed:
+                    raise StreamClosedError("the stream was closed")
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    raise self._stalled(step, f"unit {key} (episode {int(self._work.list.episode[key])}) has not arrived")
+            found = self._residents[key]
+        if isinstance(found, ReelrayError):
+            raise UnitFailure(key, step, found)
+        return found
+
+    def _ask(self, step: PlannedStep) -> _Asked:
+        """Starts whatever a batch needs that is not under way yet."""
+        asked = _Asked(step)
+        for key in dict.fromkeys(step.key.tolist()):
+            resident = self._resident(key, step.step)
+            if resident.once:
+                continue
+            anchors = np.unique(step.frame[step.key == key])
+            for camera, track in resident.unit.tracks.items():
+                frames = np.unique(self._spec.picture_frames(camera, anchors, resident.unit.episode_length))
+                for wanted in groups(track, frames - track.first):
+                    assert self._demand is not None  # made for on-demand units
+                    run = self._start(self._demand, resident, camera, wanted, self._demand.reserve(len(wanted), self._budgets.stall_s))
+                    asked.runs.append(run)
+                    for place, picture in enumerate(wanted.tolist()):
+                        asked.demand[key, camera, picture + track.first] = (run, place)
+        return asked
+
+    def _gather(self, asked: _Asked) -> Sample:
+        step = asked.step
+        units: dict[int, UnitData] = {}
+        slots: dict[tuple[int, str, int], tuple[FrameStore, int]] = {}
+        for key in dict.fromkeys(step.key.tolist()):
+            resident = self._resident(key, step.step)
+            units[key] = resident.unit
+            anchors = np.unique(step.frame[step.key == key])
+            for camera in self._spec.cameras:
+                for frame in np.unique(self._spec.picture_frames(camera, anchors, resident.unit.episode_length)).tolist():
+                    if resident.once:
+                        local = frame - resident.unit.tracks[camera].first
+                        self._wait(resident.runs[camera][resident.run_of[camera][local]], key, step.step)
+                        assert self._whole is not None  # made for once units
+                        slots[key, camera, frame] = (self._whole, resident.slot(camera, frame))
+                    else:
+                        run, place = asked.demand[key, camera, frame]
+                        self._wait(run, key, step.step)
+                        assert self._demand is not None  # made for on-demand units
+                        slots[key, camera, frame] = (self._demand, int(run.slots[place]))
+        with self._counters.timed("reelray_assemble_seconds"):
+            batch = self._assembler.batch(
+                PlannedSamples(step.key, step.frame, step.is_pad, self._seed, step.epoch), units, self._picture_of(slots)
+            )
+        self._counters.add("reelray_camera_frames_delivered", len(step) * self._per_sample)
+        return batch
+
+    def _picture_of(self, slots: Mapping[tuple[int, str, int], tuple[FrameStore, int]]) -> Any:
+        dtypes = {camera: form.writer().dtype for camera, form in self._forms.items()}
+
+        def picture(key: int, camera: str, frame: int) -> NDArray[Any]:
+            store, slot = slots[key, camera, frame]
+            return store.view(slot, self._shapes[camera], dtypes[camera])
+
+        return picture
+
+    def _wait(self, run: _Run, key: int, step: int) -> None:
+        try:
+            run.future.result(self._budgets.stall_s)
+        except FutureTimeout:
+            raise self._stalled(step, f"a decode call of episode {int(self._work.list.episode[key])} has not answered") from None
+        except ReelrayError as error:
+            raise UnitFailure(key, step, error) from error
+
+    def _stalled(self, step: int, what: str) -> IngestStalledError:
+        states = "; ".join(self._backend.states())
+        return IngestStalledError(
+            f"no batch for {self._budgets.stall_s:.0f} s at step {step}: {what}; {len(self._residents)} units resident, "
+            f"{self._held_bytes} compressed bytes held; {states}"
+        )
+
+    def _release(self, asked: _Asked, drained: tuple[int, ...]) -> None:
+        for run in asked.runs:
+            assert self._demand is not None  # made for on-demand units
+            self._demand.release(run.slots)
+        freed = 0
+        with self._changed:
+            for key in drained:
+                resident = self._residents.pop(key, None)
+                if not isinstance(resident, _Resident):
+                    continue
+                if resident.once:
+                    assert self._whole is not None  # made for once units
+                    for camera_runs in resident.runs.values():
+                        for run in camera_runs:
+                            with contextlib.suppress(ReelrayError):
+                                run.future.result(self._budgets.stall_s)
+                            self._whole.release(run.slots)
+                else:
+                    freed += resident.unit.payload_bytes
+            self._held_bytes -= freed
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stops the feeder. The slots are closed by their owner, before this where the feeder may wait for them."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout=30)
+        closing = getattr(self._units, "close", None)
+        if closing is not None and not self._thread.is_alive():
+            closing()
+
+
+def _chain(first: PlannedStep, rest: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
+    yield first
+    yield from rest
+
+
+def _peak_pictures(first: NDArray[np.int64], last: NDArray[np.int64], pictures: NDArray[np.int64]) -> int:
+    """Most pictures held at one step when each unit holds its own from its first to its last step."""
+    if not len(first):
+        return 0
+    steps = np.concatenate([first, last + 1])
+    change = np.concatenate([pictures, -pictures])
+    order = np.argsort(steps, kind="stable")
+    at, sums = steps[order], np.cumsum(change[order])
+    ends = np.flatnonzero(np.append(at[1:] != at[:-1], True))
+    return int(sums[ends].max())

@@ -1,0 +1,431 @@
+"""The stream that a training loop iterates over: batches in plan order, prefetched, resumable, equal in every topology."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.engine.assemble import BatchAssembler, BufferPool, Sample
+from ingest.engine.counters import Counters
+from ingest.engine.damage import DamageReport
+from ingest.engine.dataset import render_batch
+from ingest.errors import CursorError, DamagedDataError, IngestStalledError, StreamClosedError
+from ingest.plan import Cursor, EpochPlan, plan_epoch
+from train_integration.collate import to_torch
+from train_integration.decoding import DecodeBackend
+from train_integration.feed import Feed
+from train_integration.options import StreamDescription
+from train_integration.scheduler import BatchScheduler, Budgets, FrameStores, UnitFailure
+from train_integration.worklist import PlannedStep, WorkList, work_list
+
+_LOG = logging.getLogger("reelray.stream")
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivery:
+    """Which samples the last batch holds, for ledgers and reports.
+
+    Attributes:
+        epoch: epoch number.
+        segment: number of the topology segment inside the epoch.
+        step: batch number inside the rank's segment.
+        worker: consumer inside the rank.
+        dataset: int32[B], dataset numbers.
+        episode: int64[B], episode indices.
+        frame: int64[B], episode frame numbers.
+        position: int64[B], sample numbers in the rank's order.
+        is_pad: bool[B], masked repeats.
+    """
+
+    epoch: int
+    segment: int
+    step: int
+    worker: int
+    dataset: NDArray[np.int32]
+    episode: NDArray[np.int64]
+    frame: NDArray[np.int64]
+    position: NDArray[np.int64]
+    is_pad: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """What the producer hands over: a batch, or the end of an epoch."""
+
+    plan: EpochPlan
+    delivery: Delivery | None
+    batch: Sample | None
+
+
+class SampleStream:
+    """Batches of one rank.
+
+    ``for batch in stream`` delivers one epoch (the rest of one after a resume) and ends; iterating again delivers the
+    next. ``state_dict()``, taken after a training step, counts the batches handed out so far: a stream that loads it
+    goes on with the next one. Prefetched batches never count.
+
+    Args:
+        description: what to deliver.
+        rank: data-parallel rank.
+        world_size: data-parallel size.
+        feed: where units come from.
+        backend: who decodes; closed with the stream.
+        decoded_bytes: bytes of decoded pictures that this rank may hold.
+        counters: receives totals.
+        cursor: where to start; None for the start of epoch 0.
+        max_steps: end each epoch after that many batches.
+        output: ``torch`` tensors or ``numpy`` arrays.
+    """
+
+    def __init__(
+        self,
+        description: StreamDescription,
+        rank: int,
+        world_size: int,
+        feed: Feed,
+        backend: Callable[[Counters], DecodeBackend],
+        *,
+        decoded_bytes: int,
+        cursor: Cursor | None = None,
+        max_steps: int | None = None,
+        output: Literal["torch", "numpy"] = "torch",
+    ) -> None:
+        self.description = description
+        self.rank = rank
+        self.world_size = world_size
+        self.counters = Counters()
+        self.damage = DamageReport(list(description.damage.records))
+        self.delivery: Delivery | None = None
+        self._feed = feed
+        self._make_backend = backend
+        self._decoded_bytes = decoded_bytes
+        self._max_steps = max_steps
+        self._output = output
+        self._settings = description.with_topology(world_size=world_size)
+        self._plan = self._make_plan(cursor)
+        self._batches = self._plan.cursor.batches
+        self._skips: list[tuple[int, int, int]] = []
+        self._producer: _Producer | None = None
+        self._first_batch_s: float | None = None
+        self._epochs_done = 0
+
+    # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that is being delivered, or that comes next."""
+        return self._plan.epoch
+
+    @property
+    def steps(self) -> int:
+        """Batches of this rank in the present segment, those before the cursor included."""
+        return self._plan.rank(self.rank).steps
+
+    @property
+    def step(self) -> int:
+        """Batches of the present segment that were handed out."""
+        return self._batches
+
+    @property
+    def segment(self) -> int:
+        """Number of the present topology segment inside the epoch."""
+        return len(self._plan.cursor.segments) - 1
+
+    @property
+    def first_batch_s(self) -> float | None:
+        """Seconds from the first ``iter()`` to the first batch, once it has come."""
+        return self._first_batch_s
+
+    def cursor(self) -> Cursor:
+        """The resumable position after the batches handed out so far."""
+        cursor = self._plan.cursor
+        for dataset, episode, step in self._skips:
+            cursor = cursor.skip(dataset, episode, step)
+        if self._batches >= self._plan.steps:
+            return cursor.next_epoch()
+        return cursor.advance(self._batches - self._plan.cursor.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Small JSON-ready state: the cursor. Call it after a training step."""
+        return {"version": STATE_VERSION, "cursor": json.loads(self.cursor().to_json())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the batches that the state counts. World size, workers and batch size may differ.
+
+        Raises:
+            CursorError: the state is malformed, or belongs to another plan; the field that differs is named.
+        """
+        if state.get("version") != STATE_VERSION or "cursor" not in state:
+            raise CursorError(f"stream state: expected version {STATE_VERSION} with a cursor, found {sorted(state)}")
+        self.close()
+        self._plan = self._make_plan(Cursor.from_json(json.dumps(state["cursor"])))
+        self._batches = self._plan.cursor.batches
+        self._skips = []
+        self._epochs_done = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Starts at the beginning of an epoch. Whatever was prefetched is dropped."""
+        self.close()
+        self._plan = plan_epoch(self.description.units, self._settings, epoch=epoch)
+        self._batches = 0
+        self._skips = []
+        self._epochs_done = 0
+
+    def _make_plan(self, cursor: Cursor | None) -> EpochPlan:
+        return plan_epoch(self.description.units, self._settings, cursor)
+
+    # --- iteration ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        limit = self.description.config.epochs
+        if limit is not None and self._epochs_done >= limit:
+            return
+        start = perf_counter()
+        if self._producer is None:
+            self._producer = _Producer(self, self._plan_now())
+        producer = self._producer
+        while True:
+            waited = perf_counter()
+            ready = producer.take()
+            self.counters.add("reelray_wait_seconds", perf_counter() - waited)
+            if ready.batch is None or ready.delivery is None:
+                self._plan, self._batches = ready.plan, ready.plan.cursor.batches
+                self._skips = []
+                self._epochs_done += 1
+                if limit is not None and self._epochs_done >= limit:
+                    self.close()
+                return
+            if self._first_batch_s is None:
+                self._first_batch_s = perf_counter() - start
+            self._batches = ready.delivery.step + 1
+            self.delivery = ready.delivery
+            real = int(np.count_nonzero(~ready.delivery.is_pad))
+            self.counters.add("reelray_samples_delivered", real)
+            self.counters.add("reelray_samples_padded", len(ready.delivery.is_pad) - real)
+            yield to_torch(ready.batch) if self._output == "torch" else ready.batch
+
+    def _plan_now(self) -> EpochPlan:
+        """The plan from the present position; the same one when nothing was handed out yet."""
+        if self._batches == self._plan.cursor.batches and not self._skips:
+            return self._plan
+        return self._make_plan(self.cursor())
+
+    def record_skip(self, dataset: int, episode: int, step: int, frames: int, error: DamagedDataError) -> None:
+        """Notes an episode that is left out from a step on; part of the state from now on."""
+        self._skips.append((dataset, episode, step))
+        self.damage.add(error, dataset=dataset, episode=episode, step=step, frames=frames)
+        self.counters.add("reelray_episodes_skipped")
+        _LOG.warning("episode %d is dropped from step %d on: %s", episode, step, error)
+
+    def close(self) -> None:
+        """Stops everything that runs for the stream. It may be iterated again, from where it stands."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.close()
+
+    def __enter__(self) -> SampleStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Producer:
+    """The thread that keeps finished batches ready, across epochs, so that no bubble separates them."""
+
+    def __init__(self, stream: SampleStream, plan: EpochPlan) -> None:
+        config = stream.description.config
+        self._stream = stream
+        self._config = config
+        self._ready: queue.Queue[_Ready | BaseException] = queue.Queue(maxsize=config.prefetch_batches)
+        self._stop = threading.Event()
+        self._backend = stream._make_backend(stream.counters)  # pyright: ignore[reportPrivateUsage]
+        self._assembler = BatchAssembler(
+            stream.description.job.spec,
+            stream.description.job.source.store,
+            as_uint8=config.return_uint8,
+            transform=config.image_transforms,
+            # Queued, in hand, and with the loop: a batch is only reused when nobody refers to it.
+            buffers=BufferPool(keep=config.prefetch_batches + 3),
+        )
+        self._stores: FrameStores | None = None
+        self._schedulers: list[BatchScheduler] = []
+        self._thread = threading.Thread(target=self._run, args=(plan,), name="reelray-producer", daemon=True)
+        self._thread.start()
+
+    def take(self) -> _Ready:
+        """The next batch or epoch end, waiting for it."""
+        stall_s = self._config.stall_s * 1.5
+        try:
+            ready = self._ready.get(timeout=stall_s)
+        except queue.Empty:
+            place = f"step {self._stream.step} of epoch {self._stream.epoch}"
+            raise IngestStalledError(f"no batch for {stall_s:.0f} s after {place}: {'; '.join(self._backend.states())}") from None
+        if isinstance(ready, BaseException):
+            raise ready
+        return ready
+
+    def _run(self, plan: EpochPlan) -> None:
+        try:
+            epochs = self._config.epochs
+            done = self._stream._epochs_done  # pyright: ignore[reportPrivateUsage]
+            scheduler = self._schedule(plan)
+            while not self._stop.is_set():
+                last = epochs is not None and done + 1 >= epochs
+                plan, following = self._deliver(plan, scheduler, last=last)
+                done += 1
+                after = self._next_plan(plan)
+                self._put(_Ready(after, None, None))
+                if last:
+                    return
+                scheduler = following or self._schedule(after)
+                plan = after
+        except StreamClosedError as error:
+            if not self._stop.is_set():
+                self._put(error)
+        except BaseException as error:
+            self._put(error)
+
+    def _next_plan(self, plan: EpochPlan) -> EpochPlan:
+        """The plan after this one is delivered: the next epoch, or the rest of this one where steps were limited."""
+        limit = self._stream._max_steps  # pyright: ignore[reportPrivateUsage]
+        cursor = plan.cursor.next_epoch() if limit is None else plan.cursor_at(plan.cursor.batches + limit)
+        return plan_epoch(plan.units, plan.settings, cursor)
+
+    def _work(self, plan: EpochPlan) -> WorkList:
+        stream = self._stream
+        return work_list(
+            plan,
+            stream.rank,
+            stream.description.job.spec,
+            stream.description.lengths,
+            max_steps=stream._max_steps,  # pyright: ignore[reportPrivateUsage]
+        )
+
+    def _schedule(self, plan: EpochPlan) -> BatchScheduler:
+        stream, config = self._stream, self._config
+        budgets = Budgets(
+            decoded_bytes=stream._decoded_bytes,  # pyright: ignore[reportPrivateUsage]
+            compressed_bytes=int(config.byte_budget_gb * 2**30),
+            ahead=config.prefetch_batches,
+            stall_s=config.stall_s,
+        )
+        scheduler = BatchScheduler(
+            stream.description.job.spec,
+            self._work(plan),
+            stream._feed,  # pyright: ignore[reportPrivateUsage]
+            self._backend,
+            self._assembler,
+            stream.counters,
+            budgets,
+            plan.settings.seed,
+            self._stores,
+        )
+        self._stores = scheduler.stores
+        self._schedulers.append(scheduler)
+        return scheduler
+
+    def _deliver(self, plan: EpochPlan, scheduler: BatchScheduler, *, last: bool) -> tuple[EpochPlan, BatchScheduler | None]:
+        """Delivers an epoch; the next one's units start to arrive as soon as this one's have."""
+        following: BatchScheduler | None = None
+        while True:
+            try:
+                for step, batch in scheduler:
+                    self._put(_Ready(plan, self._delivery(plan, scheduler, step), self._rendered(batch)))
+                    if self._stop.is_set():
+                        raise StreamClosedError("the stream was closed")
+                    if following is None and not last and scheduler.fed.is_set():
+                        following = self._schedule(self._next_plan(plan))
+                self._retire(scheduler)
+                return plan, following
+            except UnitFailure as failure:
+                plan = self._without(plan, scheduler, failure)
+                self._drop_all()
+                following = None
+                scheduler = self._schedule(plan)
+
+    def _rendered(self, batch: Sample) -> Sample:
+        render = self._config.render
+        return batch if render is None else render_batch(render, batch)
+
+    def _delivery(self, plan: EpochPlan, scheduler: BatchScheduler, step: PlannedStep) -> Delivery:
+        units = scheduler.units
+        return Delivery(
+            plan.epoch,
+            len(plan.cursor.segments) - 1,
+            step.step,
+            step.worker,
+            units.dataset[step.key],
+            units.episode[step.key],
+            step.frame,
+            step.position,
+            step.is_pad,
+        )
+
+    def _without(self, plan: EpochPlan, scheduler: BatchScheduler, failure: UnitFailure) -> EpochPlan:
+        """The plan from the failing step on without the damaged episode, or the error where the policy says so."""
+        error = failure.error
+        if self._config.damage != "skip_episode" or not isinstance(error, DamagedDataError):
+            raise error
+        units = scheduler.units
+        dataset, episode = int(units.dataset[failure.key]), int(units.episode[failure.key])
+        cursor = plan.cursor.advance(failure.step - plan.cursor.batches).skip(dataset, episode, failure.step)
+        frames = scheduler.frames_left(dataset, episode, failure.step)
+        self._stream.record_skip(dataset, episode, failure.step, frames, error)
+        return plan_epoch(plan.units, plan.settings, cursor)
+
+    def _retire(self, scheduler: BatchScheduler) -> None:
+        scheduler.close()
+        self._schedulers.remove(scheduler)
+
+    def _drop_all(self) -> None:
+        if self._stores is not None:
+            self._stores.close()
+            self._stores = None
+        for scheduler in self._schedulers:
+            scheduler.close()
+        self._schedulers.clear()
+
+    def _put(self, item: _Ready | BaseException) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(item, timeout=1.0)
+                return
+            except queue.Full:
+                continue
+
+    def close(self) -> None:
+        """Stops the thread and frees slots, threads and calls."""
+        self._stop.set()
+        if self._stores is not None:
+            self._stores.close()
+        self._thread.join(timeout=10)
+        self._drop_all()
+        self._backend.close()
+
+
+def merged_state(states: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state out of those of all ranks: the same position, and every rank's skipped episodes.
+
+    Raises:
+        CursorError: the ranks do not stand at the same batch.
+    """
+    cursors = [Cursor.from_json(json.dumps(state["cursor"])) for state in states]
+    first = cursors[0]
+    if any((one.epoch, one.segments) != (first.epoch, first.segments) for one in cursors):
+        places = sorted({f"epoch {one.epoch} batch {one.batches}" for one in cursors})
+        raise CursorError(f"the ranks' states stand at different places: {', '.join(places)}; save them at the same step")
+    skipped = tuple(dict.fromkeys(one for cursor in cursors for one in cursor.skipped))
+    merged = replace(first, skipped=skipped)
+    return {"version": STATE_VERSION, "cursor": json.loads(merged.to_json())}
