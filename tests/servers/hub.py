@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qs, quote, unquote
 
 from servers.ranges import FaultRule, Reply, Request, WebServer, range_reply
+from servers.xet import XetStore
 
 PAGE = 1000
+_CAS_TOKEN = "Bearer planted-cas-token"
 _INLINE_SUFFIXES = (".json", ".md", ".txt", ".gitattributes", ".jsonl")
 
 
@@ -77,6 +79,7 @@ class HubEmulator:
         self.page = PAGE
         self.signature = 1
         self.uploads: dict[str, bytes] = {}
+        self.xet = XetStore(self.uploads)
         self._numbers = itertools.count(1)
         self.hub = WebServer(self._answer)
         self.storage = WebServer(self._answer_storage)
@@ -88,7 +91,11 @@ class HubEmulator:
     @property
     def leaked(self) -> list[str]:
         """Authorization headers that reached the storage host."""
-        return [request.headers["authorization"] for request in self.storage.requests if "authorization" in request.headers]
+        return [
+            request.headers["authorization"]
+            for request in self.storage.requests
+            if request.headers.get("authorization", _CAS_TOKEN) != _CAS_TOKEN
+        ]
 
     def set_fault(self, rule: FaultRule | None) -> None:
         self.hub.fault = self.storage.fault = rule
@@ -181,6 +188,9 @@ class HubEmulator:
         revision = unquote(rest[1]) if len(rest) > 1 else "main"
         if request.method == "POST" and verb in {"branch", "tag", "commit", "preupload"}:
             return self._dataset_write(request, repo_id, verb, "/".join(rest[1:]))
+        if verb == "xet-write-token":
+            self._repo(request, repo_id, write=True)
+            return self._xet_token()
         if verb == "auth-check":
             self._repo(request, repo_id, write="write" in rest)
             return _json({})
@@ -323,9 +333,7 @@ class HubEmulator:
 
     def _bucket_write(self, request: Request, bucket: Bucket, verb: str) -> Reply:
         if verb == "xet-write-token":
-            headers = {"x-xet-cas-url": self.storage.url, "x-xet-access-token": "planted-cas-token", "x-xet-token-expiration": "4102444800"}
-            body = {"casUrl": self.storage.url, "accessToken": "planted-cas-token", "exp": 4102444800}
-            return _json(body, headers=headers)
+            return self._xet_token()
         failed: list[dict[str, str]] = []
         for line in request.body.splitlines():
             item = json.loads(line)
@@ -336,6 +344,10 @@ class HubEmulator:
             else:
                 failed.append({"path": item["path"], "error": "unknown xet hash"})
         return _json({"success": not failed, "processed": 1, "succeeded": 1, "failed": failed})
+
+    def _xet_token(self) -> Reply:
+        headers = {"x-xet-cas-url": self.storage.url, "x-xet-access-token": "planted-cas-token", "x-xet-token-expiration": "4102444800"}
+        return _json({"casUrl": self.storage.url, "accessToken": "planted-cas-token", "exp": 4102444800}, headers=headers)
 
     def _resolve_bucket(self, request: Request, bucket_id: str, path: str) -> Reply:
         item = self._bucket(request, bucket_id).objects.get(unquote(path))
@@ -350,6 +362,9 @@ class HubEmulator:
         if request.method == "PUT" and request.path.startswith("/upload/"):
             self.uploads[request.path.removeprefix("/upload/")] = request.body
             return Reply(200)
+        stored = self.xet.answer(request)
+        if stored is not None:
+            return stored
         name = request.path.removeprefix("/blob/")
         if name not in self.blobs:
             return Reply(404, {"content-type": "application/xml"}, b"<Error><Code>NoSuchKey</Code></Error>")
