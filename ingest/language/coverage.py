@@ -131,9 +131,9 @@ def plan_language(stage: RenderStage, episodes: Iterable[EpisodeLanguage]) -> La
     faults: list[Fault] = []
     empty_targets, annotated = 0, False
     for language in episodes:
-        annotated = annotated or language.annotated
+        annotated = annotated or language.rows.annotated
         part = _blank(language)
-        if language.annotated:
+        if language.rows.annotated:
             empty_targets += _judge(stage, language, numbers, part, faults)
         parts.append(part)
     if not annotated and not any(part.kept.any() for part in parts):
@@ -156,7 +156,7 @@ def _blank(language: EpisodeLanguage) -> EpisodeCoverage:
 def _judge(stage: RenderStage, language: EpisodeLanguage, numbers: dict[str, int], part: EpisodeCoverage, faults: list[Fault]) -> int:
     empty_targets = 0
     for frame in range(len(language)):
-        state, events = language.state(frame), language.frame_events(frame)
+        state, events = language.rows.state(frame), language.rows.frame_events(frame)
         if not state and not events:
             continue
         try:

@@ -30,8 +30,95 @@ PLANNING_COLUMNS = ("timestamp", "index", "task_index")
 
 
 @dataclass(frozen=True, slots=True)
+class AnnotationRows:
+    """Both language columns of F consecutive frames of one episode, each state list held once.
+
+    This is what a fetched unit carries and what travels between processes, instead of the stored columns that repeat the
+    state rows on every frame.
+
+    Attributes:
+        states: distinct lists of state rows; one, where the file keeps the rule that all frames carry the same list.
+        state_of: int32[F], position in ``states``, −1 for a frame without state rows.
+        events: event rows by frame, counted from the first of the F; frames without events are left out.
+    """
+
+    states: tuple[StateRows, ...]
+    state_of: NDArray[np.int32]
+    events: Mapping[int, list[Row]]
+
+    def __len__(self) -> int:
+        return len(self.state_of)
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, pa.ChunkedArray | pa.Array], frames: int) -> AnnotationRows:
+        """Reads the columns as stored, in any physical form; a column that is absent has no rows.
+
+        Args:
+            columns: Arrow columns by name; others than the two language columns are ignored.
+            frames: F.
+
+        Raises:
+            LanguageError: a column cannot be read as annotation rows.
+        """
+        states, state_of = _states(columns.get(STATE_COLUMN), frames)
+        return cls(states, state_of, _events(columns.get(EVENT_COLUMN)))
+
+    @classmethod
+    def empty(cls, frames: int) -> AnnotationRows:
+        """F frames without annotations."""
+        return cls((), np.full(frames, -1, np.int32), {})
+
+    @property
+    def annotated(self) -> bool:
+        """Whether any frame has any row."""
+        return bool(self.states or self.events)
+
+    def state(self, frame: int) -> StateRows:
+        """State rows that a frame carries; frames share the object."""
+        position = int(self.state_of[frame])
+        return _NO_ROWS if position < 0 else self.states[position]
+
+    def frame_events(self, frame: int) -> list[Row]:
+        """Event rows of a frame, possibly none."""
+        return self.events.get(frame, [])
+
+    def raw(self, frame: int) -> dict[str, list[Row]]:
+        """Both raw columns of a sample: what passes through when there is no recipe, and what a recipe renders."""
+        return {STATE_COLUMN: self.state(frame), EVENT_COLUMN: self.frame_events(frame)}
+
+    def pack(self) -> bytes:
+        """UTF-8 JSON for a block or a message between processes; its size grows with the rows, not with the frames."""
+        edges = np.flatnonzero(np.diff(self.state_of)) + 1
+        bounds = np.concatenate([[0], edges, [len(self.state_of)]])
+        runs = [[int(self.state_of[start]), int(stop - start)] for start, stop in pairwise(bounds) if stop > start]
+        fields = {"states": self.states, "state_of": runs, "events": list(self.events.items())}
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, blob: bytes | memoryview) -> AnnotationRows:
+        """What ``pack`` made, equal value for value.
+
+        Raises:
+            LanguageError: the blob is cut off or was made by something else.
+        """
+        try:
+            fields = cast("dict[str, Any]", json.loads(bytes(blob)))
+            values, counts = zip(*fields["state_of"], strict=True) if fields["state_of"] else ((), ())
+            return cls(
+                states=tuple(StateRows(rows) for rows in fields["states"]),
+                state_of=np.repeat(np.asarray(values, np.int32), np.asarray(counts, np.int64)),
+                events={int(frame): rows for frame, rows in fields["events"]},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LanguageError(f"not packed annotations: {error}", kind="bad_pack") from None
+
+
+_NO_ROWS = StateRows()
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeLanguage:
-    """Annotations of one episode of F frames.
+    """All that rendering needs to know about one episode of F frames.
 
     Attributes:
         episode: episode index.
@@ -39,9 +126,7 @@ class EpisodeLanguage:
         index: int64[F], global frame index of the dataset.
         tasks: distinct task texts of the episode.
         task_of: int32[F], position in ``tasks``, −1 for none.
-        states: distinct lists of state rows; one, where the file keeps the rule that all frames carry the same list.
-        state_of: int32[F], position in ``states``, −1 for a frame without state rows.
-        events: event rows by frame; frames without events are left out.
+        rows: the annotations.
     """
 
     episode: int
@@ -49,17 +134,10 @@ class EpisodeLanguage:
     index: NDArray[np.int64]
     tasks: tuple[str, ...]
     task_of: NDArray[np.int32]
-    states: tuple[StateRows, ...]
-    state_of: NDArray[np.int32]
-    events: Mapping[int, list[Row]]
+    rows: AnnotationRows
 
     def __len__(self) -> int:
         return len(self.timestamps)
-
-    @property
-    def annotated(self) -> bool:
-        """Whether any frame has any row."""
-        return bool(self.states or self.events)
 
     def time(self, frame: int) -> float:
         """The float32 frame time, widened to double."""
@@ -70,64 +148,13 @@ class EpisodeLanguage:
         position = int(self.task_of[frame])
         return None if position < 0 else self.tasks[position]
 
-    def state(self, frame: int) -> StateRows:
-        """State rows that a frame carries; the object is shared by all frames of the episode."""
-        position = int(self.state_of[frame])
-        return _NO_ROWS if position < 0 else self.states[position]
-
-    def frame_events(self, frame: int) -> list[Row]:
-        """Event rows of a frame, possibly none."""
-        return self.events.get(frame, [])
-
-    def raw(self, frame: int) -> dict[str, list[Row]]:
-        """Both raw columns of a sample: what passes through when there is no recipe."""
-        return {STATE_COLUMN: self.state(frame), EVENT_COLUMN: self.frame_events(frame)}
-
-    def pack(self) -> bytes:
-        """One compact blob for a block or a message between processes; state rows are in it once, not per frame."""
-        fields: dict[str, Any] = {
-            "episode": self.episode,
-            "tasks": self.tasks,
-            "task_of": _runs(self.task_of),
-            "states": self.states,
-            "state_of": _runs(self.state_of),
-            "events": {str(frame): rows for frame, rows in self.events.items()},
-        }
-        head = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-        return len(head).to_bytes(8, "little") + head + self.index.astype("<i8").tobytes() + self.timestamps.astype("<f4").tobytes()
-
-    @classmethod
-    def unpack(cls, blob: bytes) -> EpisodeLanguage:
-        """What ``pack`` made, equal value for value.
-
-        Raises:
-            LanguageError: the blob is cut off or was made by something else.
-        """
-        size = int.from_bytes(blob[:8], "little")
-        frames, rest = divmod(len(blob) - 8 - size, 12)
-        try:
-            if frames < 0 or rest:
-                raise ValueError(f"{len(blob)} bytes")
-            fields = cast("dict[str, Any]", json.loads(blob[8 : 8 + size]))
-            return cls(
-                episode=int(fields["episode"]),
-                timestamps=np.frombuffer(blob, "<f4", frames, 8 + size + 8 * frames),
-                index=np.frombuffer(blob, "<i8", frames, 8 + size),
-                tasks=tuple(fields["tasks"]),
-                task_of=_from_runs(fields["task_of"], frames),
-                states=tuple(StateRows(rows) for rows in fields["states"]),
-                state_of=_from_runs(fields["state_of"], frames),
-                events={int(frame): rows for frame, rows in fields["events"].items()},
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LanguageError(f"not a packed episode of annotations: {error}", kind="bad_pack") from None
+    def sample(self, frame: int) -> dict[str, Any]:
+        """The part of a sample that a recipe reads: raw columns, ``timestamp``, ``index`` and ``task``."""
+        return {**self.rows.raw(frame), "timestamp": self.timestamps[frame], "index": int(self.index[frame]), "task": self.task(frame)}
 
 
-_NO_ROWS = StateRows()
-
-
-def episode_language(rows: EpisodeRows, tasks: Tasks) -> EpisodeLanguage | None:
-    """The annotations among the rows of one episode, normalised; None when the dataset declares no language column.
+def episode_language(rows: EpisodeRows, tasks: Tasks) -> EpisodeLanguage:
+    """The annotations among the rows of one episode; a dataset that declares no language column has none.
 
     Args:
         rows: read with at least ``timestamp``, ``index``, ``task_index`` and the language columns there are.
@@ -136,21 +163,19 @@ def episode_language(rows: EpisodeRows, tasks: Tasks) -> EpisodeLanguage | None:
     Raises:
         LanguageError: a column cannot be read as annotation rows; names the episode.
     """
-    if not any(column in rows.keys for column in LANGUAGE_COLUMNS):
-        return None
-    timestamps = np.asarray(rows.numbers["timestamp"], dtype=np.float32)
-    index = np.asarray(rows.numbers["index"], dtype=np.int64)
-    task_index = np.asarray(rows.numbers["task_index"], dtype=np.int64)
-    numbers, task_of = np.unique(task_index, return_inverse=True)
+    numbers, task_of = np.unique(np.asarray(rows.numbers["task_index"], dtype=np.int64), return_inverse=True)
     try:
-        states, state_of = _states(rows.others.get(STATE_COLUMN), rows.length)
-        events = _events(rows.others.get(EVENT_COLUMN))
+        found = AnnotationRows.from_columns(rows.others, rows.length)
     except LanguageError as error:
-        error.episode = rows.episode
-        error.args = (f"episode {rows.episode}: {error}",)
-        raise
-    texts = tuple(tasks.text(int(number)) for number in numbers)
-    return EpisodeLanguage(rows.episode, timestamps, index, texts, task_of.astype(np.int32).reshape(-1), states, state_of, events)
+        raise type(error)(f"episode {rows.episode}: {error}", kind=error.kind, episode=rows.episode, style=error.style) from error
+    return EpisodeLanguage(
+        rows.episode,
+        np.asarray(rows.numbers["timestamp"], dtype=np.float32),
+        np.asarray(rows.numbers["index"], dtype=np.int64),
+        tuple(tasks.text(int(number)) for number in numbers),
+        task_of.astype(np.int32).reshape(-1),
+        found,
+    )
 
 
 def read_language(source: Source, episodes: Sequence[int] | None = None) -> Iterator[EpisodeLanguage]:
@@ -167,23 +192,7 @@ def read_language(source: Source, episodes: Sequence[int] | None = None) -> Iter
     reader = RowReader(source)
     for number in numbers:
         rows = reader.read(number, [*PLANNING_COLUMNS, *declared])
-        found = episode_language(rows, source.tasks)
-        yield found if found is not None else _unannotated(rows, source.tasks)
-
-
-def _unannotated(rows: EpisodeRows, tasks: Tasks) -> EpisodeLanguage:
-    task_index = np.asarray(rows.numbers["task_index"], dtype=np.int64)
-    numbers, task_of = np.unique(task_index, return_inverse=True)
-    return EpisodeLanguage(
-        rows.episode,
-        np.asarray(rows.numbers["timestamp"], dtype=np.float32),
-        np.asarray(rows.numbers["index"], dtype=np.int64),
-        tuple(tasks.text(int(number)) for number in numbers),
-        task_of.astype(np.int32).reshape(-1),
-        (),
-        np.full(rows.length, -1, np.int32),
-        {},
-    )
+        yield episode_language(rows, source.tasks)
 
 
 def _check_declared(source: Source, episode: int, declared: Sequence[str]) -> None:
@@ -199,7 +208,7 @@ def _check_declared(source: Source, episode: int, declared: Sequence[str]) -> No
         )
 
 
-def _states(column: pa.ChunkedArray | None, frames: int) -> tuple[tuple[StateRows, ...], NDArray[np.int32]]:
+def _states(column: pa.ChunkedArray | pa.Array | None, frames: int) -> tuple[tuple[StateRows, ...], NDArray[np.int32]]:
     """Distinct lists and which frame has which; the rows of all frames are compared in Arrow, not in Python."""
     nothing = np.full(frames, -1, np.int32)
     if column is None or not frames or pa.types.is_null(column.type):
@@ -227,7 +236,7 @@ def _decoded(lists: pa.Array, frame: int) -> StateRows:
     return StateRows(decode_rows(lists.slice(frame, 1), STATE_COLUMN)[0] or ())
 
 
-def _events(column: pa.ChunkedArray | None) -> dict[int, list[Row]]:
+def _events(column: pa.ChunkedArray | pa.Array | None) -> dict[int, list[Row]]:
     if column is None or not len(column) or pa.types.is_null(column.type):
         return {}
     lists = single_array(column)
@@ -237,16 +246,3 @@ def _events(column: pa.ChunkedArray | None) -> dict[int, list[Row]]:
         return {}
     rows = decode_rows(lists.take(pa.array(frames)), EVENT_COLUMN)
     return {int(frame): mapping_rows(found) for frame, found in zip(frames, rows, strict=True)}
-
-
-def _runs(values: NDArray[np.int32]) -> list[list[int]]:
-    """``[value, count]`` runs."""
-    edges = np.flatnonzero(np.diff(values)) + 1
-    bounds = np.concatenate([[0], edges, [len(values)]])
-    return [[int(values[start]), int(stop - start)] for start, stop in pairwise(bounds) if stop > start]
-
-
-def _from_runs(runs: Sequence[Sequence[int]], frames: int) -> NDArray[np.int32]:
-    if sum(count for _, count in runs) != frames or any(count < 0 for _, count in runs):
-        raise ValueError("runs do not cover the frames")
-    return np.repeat(np.asarray([value for value, _ in runs], np.int32), [count for _, count in runs])

@@ -110,10 +110,10 @@ class FramePreview:
         """State rows in force, latest of each style and role, then the events of the frame."""
         time = self.language.time(self.frame)
         latest: dict[tuple[Any, Any], Row] = {}
-        for row in sorted(self.language.state(self.frame), key=lambda row: float(row.get("timestamp") or 0.0)):
+        for row in sorted(self.language.rows.state(self.frame), key=lambda row: float(row.get("timestamp") or 0.0)):
             if float(row.get("timestamp") or 0.0) <= time:
                 latest[(row.get("style"), row.get("role"))] = row
-        return [*latest.values(), *self.language.frame_events(self.frame)]
+        return [*latest.values(), *self.language.rows.frame_events(self.frame)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -185,7 +185,11 @@ def preview_frame(stage: RenderStage, language: EpisodeLanguage, frame: int, cam
     if not 0 <= frame < len(language):
         raise SelectionError(f"episode {language.episode} has frames 0..{len(language) - 1}, asked for {frame}")
     verdict = stage.judge(
-        language.state(frame), language.frame_events(frame), language.time(frame), int(language.index[frame]), language.task(frame)
+        language.rows.state(frame),
+        language.rows.frame_events(frame),
+        language.time(frame),
+        int(language.index[frame]),
+        language.task(frame),
     )
     return FramePreview(language, frame, verdict, tuple(cameras))
 
@@ -273,12 +277,12 @@ def style_report(episodes: Iterable[EpisodeLanguage]) -> StyleReport:
     total = annotated = 0
     for language in episodes:
         total += 1
-        annotated += language.annotated
+        annotated += language.rows.annotated
         for style in [name for name, known in STYLES.styles.items() if known.column == STATE_COLUMN]:
-            for role in dict.fromkeys(str(row.get("role")) for state in language.states for row in state if row.get("style") == style):
+            for role in dict.fromkeys(str(row.get("role")) for state in language.rows.states for row in state if row.get("style") == style):
                 for span in spans_of(language, style, role=role):
                     found.setdefault((style, role, span.text), []).append((language.episode, span.start, span.stop))
-        for frame, rows in language.events.items():
+        for frame, rows in language.rows.events.items():
             for row in rows:
                 key = (row.get("style"), str(row.get("role")), _row_text(row))
                 found.setdefault(key, []).append((language.episode, frame, frame + 1))

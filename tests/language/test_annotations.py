@@ -27,7 +27,7 @@ from ingest.language import (
 from ingest.language.annotate import STAGING_MODULES, ambiguities, column_row
 from ingest.language.columns import rows_array
 from ingest.language.coverage import coverage_summary, plan_language
-from ingest.language.episode import EpisodeLanguage, read_language
+from ingest.language.episode import AnnotationRows, EpisodeLanguage, read_language
 from ingest.language.importing import Span, read_span_file, rephrasings, rows_from_spans, spans_of, state_row, subtasks_from_index
 from ingest.language.reports import CoverageReport, preview_frame, style_report
 from ingest.language.write import place_rows, write_annotations
@@ -93,7 +93,7 @@ def test_annotating_one_episode_leaves_the_others_and_other_shards_alone(annotat
 
 def test_annotating_the_third_of_several_shards_by_its_global_number(root):
     write_annotations(root, {2: [state_row("only here", 0.0)]})
-    assert [language.annotated for language in read_language(source_of(root))] == [False, False, True]
+    assert [language.rows.annotated for language in read_language(source_of(root))] == [False, False, True]
 
 
 def test_other_columns_survive_and_legacy_ones_leave(tmp_path):
@@ -175,20 +175,19 @@ def test_tool_catalogue_defaults_to_say():
 def test_episodes_are_read_once_and_pack_small(annotated):
     languages = list(read_language(source_of(annotated)))
     first = languages[0]
-    assert first.state(0) is first.state(11)
-    assert first.raw(5)[EVENT_COLUMN][1]["content"] == "careful"
-    assert [language.annotated for language in languages] == [True, True, False]
+    assert first.rows.state(0) is first.rows.state(11)
+    assert first.rows.raw(5)[EVENT_COLUMN][1]["content"] == "careful"
+    assert [language.rows.annotated for language in languages] == [True, True, False]
     assert (first.task(0), languages[1].task(0), first.time(3)) == ("make tea", "wipe", float(np.float32(0.3)))
     for language in languages:
-        twin = EpisodeLanguage.unpack(language.pack())
-        assert twin.pack() == language.pack()
-        assert twin.states == language.states
-        assert twin.events == language.events
-        assert np.array_equal(twin.index, language.index)
-        assert np.array_equal(twin.timestamps, language.timestamps)
-    for blob in (b"", b"12345678", first.pack()[:-1], b"\xff" * 40):
-        with pytest.raises(LanguageError, match="not a packed episode"):
-            EpisodeLanguage.unpack(blob)
+        twin = AnnotationRows.unpack(language.rows.pack())
+        assert twin.pack() == language.rows.pack()
+        assert twin.states == language.rows.states
+        assert twin.events == language.rows.events
+        assert twin.state_of.tolist() == language.rows.state_of.tolist()
+    for blob in (b"", b"12345678", first.rows.pack()[:-1], b"\xff" * 40, b"{}"):
+        with pytest.raises(LanguageError, match="not packed annotations"):
+            AnnotationRows.unpack(blob)
 
 
 def test_state_rows_cost_once_per_episode_not_per_frame(tmp_path):
@@ -196,8 +195,8 @@ def test_state_rows_cost_once_per_episode_not_per_frame(tmp_path):
     lists = rows_array([rows], STATE_COLUMN).take(pa.array(np.zeros(2000, np.int64)))
     language = language_with(tmp_path, lists)
     assert lists.nbytes > 4_000_000
-    assert len(language.states) == 1
-    assert len(language.pack()) < 40_000
+    assert len(language.rows.states) == 1
+    assert len(language.rows.pack()) < 10_000
 
 
 def language_with(tmp_path, state_column):
@@ -212,10 +211,10 @@ def language_with(tmp_path, state_column):
 def test_frames_may_carry_different_state_lists_in_odd_files(tmp_path):
     first, second = [state_row("a", 0.0)], [state_row("b", 0.0)]
     language = language_with(tmp_path, rows_array([first, None, first, [], second, second], STATE_COLUMN))
-    assert [[row["content"] for row in language.state(frame)] for frame in range(6)] == [["a"], [], ["a"], [], ["b"], ["b"]]
+    assert [[row["content"] for row in language.rows.state(frame)] for frame in range(6)] == [["a"], [], ["a"], [], ["b"], ["b"]]
     same = language_with(tmp_path / "x", rows_array([None, first, None, first], STATE_COLUMN))
-    assert len(same.states) == 1
-    assert same.state_of.tolist() == [-1, 0, -1, 0]
+    assert len(same.rows.states) == 1
+    assert same.rows.state_of.tolist() == [-1, 0, -1, 0]
 
 
 def test_undeclared_columns_are_refused(annotated):
@@ -242,13 +241,7 @@ def test_planning_removes_frames_without_supervision_and_keeps_the_rest(annotate
     stage = RenderStage(guarded, policy="drop")
     for part, language in zip(dropping.episodes, languages, strict=True):
         for frame in range(len(language)):
-            sample = {
-                **language.raw(frame),
-                "timestamp": language.timestamps[frame],
-                "index": language.index[frame],
-                "task": language.task(frame),
-            }
-            assert (stage(sample) is not None) == part.kept[frame]
+            assert (stage(language.sample(frame)) is not None) == part.kept[frame]
     with pytest.raises(LanguageError, match="episode 0, frame 0: the recipe does not apply") as caught:
         plan_language(RenderStage(guarded, policy="error"), languages)
     assert (caught.value.episode, caught.value.frame) == (0, 0)
@@ -257,14 +250,7 @@ def test_planning_removes_frames_without_supervision_and_keeps_the_rest(annotate
 def blank(tasks):
     frames = len(tasks)
     return EpisodeLanguage(
-        0,
-        np.zeros(frames, np.float32),
-        np.arange(frames),
-        tuple(tasks),
-        np.arange(frames, dtype=np.int32),
-        (),
-        np.full(frames, -1, np.int32),
-        {},
+        0, np.zeros(frames, np.float32), np.arange(frames), tuple(tasks), np.arange(frames, dtype=np.int32), AnnotationRows.empty(frames)
     )
 
 
