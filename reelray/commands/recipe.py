@@ -30,7 +30,7 @@ class Report(Protocol):
 class RecipeCheck:
     """Lint a language recipe. Status 1: it does not load, or has warnings and --strict was given."""
 
-    file: Annotated[str, Positional]
+    file: Annotated[str, Positional, tyro.conf.arg(metavar="FILE")]
     """Recipe file, or the name of a shipped recipe (subtask, subtask_joint, subtask_mem, subtask_mem_vqa_speech)."""
     source: str | None = None
     """Dataset whose cameras the recipe must match."""
@@ -56,8 +56,8 @@ class RecipeCheck:
 class RecipeCoverage:
     """Which branch of a recipe each frame takes. Status 1: some frames are ambiguous."""
 
-    source: Annotated[str, Positional]
-    """Dataset: a folder."""
+    source: Annotated[str, Positional, tyro.conf.arg(metavar="SRC")]
+    """Dataset."""
     recipe: str
     """Recipe file or the name of a shipped recipe."""
     episodes: tuple[int, ...] = ()
@@ -89,8 +89,8 @@ class RecipeCoverage:
 class RecipeRender:
     """The chat that one frame becomes."""
 
-    source: Annotated[str, Positional]
-    """Dataset: a folder."""
+    source: Annotated[str, Positional, tyro.conf.arg(metavar="SRC")]
+    """Dataset."""
     recipe: str
     """Recipe file or the name of a shipped recipe."""
     episode: int
@@ -121,8 +121,8 @@ class RecipeRender:
 class RecipeStyles:
     """The distinct annotation texts of a dataset, with counts and spans."""
 
-    source: Annotated[str, Positional]
-    """Dataset: a folder."""
+    source: Annotated[str, Positional, tyro.conf.arg(metavar="SRC")]
+    """Dataset."""
     episodes: tuple[int, ...] = field(default=())
     """Episodes to look at; all by default."""
     json: bool = False
