@@ -16,7 +16,7 @@ from ingest.lerobot.columns import numeric_values
 from ingest.lerobot.findings import Finding, Findings, Severity
 from ingest.lerobot.images import decode_cell
 from ingest.lerobot.info import Feature
-from ingest.lerobot.parquet import ParquetSource, check_columns, check_read_size, column_names
+from ingest.lerobot.parquet import ParquetSource, check_columns, check_read_size, column_names, python_values
 from ingest.lerobot.relocate import data_paths, moved_findings
 from ingest.lerobot.source import Source
 
@@ -105,13 +105,14 @@ class RowAudit:
         file = ParquetSource(self.source.store, path, fail)
         before = int(self._seen.sum())
         try:
-            with file.opened() as opened:
+            footer = file.footer()
+            with file.opened(footer) as opened:
                 self.files += 1
                 names = column_names(opened, file)
                 check_columns(names, _KEYS[:3], file)
                 columns = self._readable(path, names, opened.schema_arrow)
-                for group in range(opened.metadata.num_row_groups):
-                    check_read_size(opened.metadata, [group], columns, file.where)
+                for group in range(len(footer.groups)):
+                    check_read_size(footer, [group], columns, file.where)
                     for batch in opened.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
                         self._batch(path, pa.Table.from_batches([batch]))
                     self._images(path, opened, group, names)
@@ -343,7 +344,7 @@ class RowAudit:
         for key in (key for key in self.source.info.images if key in names):
             for batch in file.iter_batches(1, row_groups=[group], columns=[key], use_threads=False):
                 try:
-                    cell = pa.Table.from_batches([batch]).column(key)[0].as_py()
+                    (cell,) = python_values(pa.Table.from_batches([batch]).column(key), key, fail)
                     decode_cell(cell, self.source.info.features[key], self.source.store, fail)
                 except ReelrayError as error:
                     if self._once("image_unreadable", f"{path} {key}"):

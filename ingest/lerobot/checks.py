@@ -105,39 +105,50 @@ def check_counts(info: Info, table: EpisodeTable, tasks: int) -> Iterator[Findin
 
 
 def check_video_starts(info: Info, table: EpisodeTable, camera: CameraMap) -> Iterator[Finding]:
-    """``from_timestamp`` values that go on counting where a new video file starts.
+    """``from_timestamp`` values that were written for another file.
 
     The first episode of a file starts at the file's first picture, a few frames after 0 at most. A start that equals the
-    end of an earlier file, or that lies past everything the file can hold, was written for another file.
+    end of the file before goes on counting where a new file began. A start that lies past everything the file can hold,
+    drift and another frame rate allowed for, would also put the episode behind its neighbours.
     """
     spans = table.cameras[camera.camera]
-    key = f"videos/{camera.camera}/from_timestamp"
     frame_s = 1.0 / info.fps
     previous_end = 0.0
-    for number, path in enumerate(camera.paths):
+    for number in range(len(camera.paths)):
         rows = camera.rows_of(number)
         if not len(rows):
             continue
-        start = float(spans.from_timestamp[rows[0]])
+        starts = spans.from_timestamp[rows]
         duration = float(camera.pictures[number]) * frame_s
-        counts_on = number > 0 and start > 0.5 * frame_s and abs(start - previous_end) <= 0.5 * frame_s
-        beyond = start > max(duration, 2.0)
-        if counts_on or beyond:
-            episode, file = _place(table, int(rows[0]))
-            yield Finding(
-                code="from_timestamp_not_reset",
-                severity="error",
-                message=(
-                    f"{file}: episode {episode}: column {key} is {start:.6g} s, but the episode is the first of {path} "
-                    f"({int(camera.pictures[number])} pictures, {duration:.6g} s), so expected 0; it keeps counting from the file before"
-                ),
-                file=file,
-                episode=episode,
-                column=key,
-                found=f"{start:.6g}",
-                expected="0",
-            )
+        if number > 0 and starts[0] > 0.5 * frame_s and abs(starts[0] - previous_end) <= 0.5 * frame_s:
+            yield _foreign_start(table, camera, number, int(rows[0]), duration, "so expected 0; it keeps counting from the file before")
+        elif starts[0] > max(duration, 2.0):
+            yield _foreign_start(table, camera, number, int(rows[0]), duration, "so expected 0; it was written for another file")
+        else:
+            for row in rows[starts > duration + max(2.0, 0.25 * duration)]:
+                reason = "so expected a time inside it; it was written for another file"
+                yield _foreign_start(table, camera, number, int(row), duration, reason)
         previous_end = float(spans.to_timestamp[rows[-1]])
+
+
+def _foreign_start(table: EpisodeTable, camera: CameraMap, number: int, row: int, duration: float, reason: str) -> Finding:
+    episode, file = _place(table, row)
+    start = float(table.cameras[camera.camera].from_timestamp[row])
+    key = f"videos/{camera.camera}/from_timestamp"
+    first = int(camera.first_picture[row]) == 0
+    return Finding(
+        code="from_timestamp_not_reset",
+        severity="error",
+        message=(
+            f"{file}: episode {episode}: column {key} is {start:.6g} s, but {camera.paths[number]} holds "
+            f"{int(camera.pictures[number])} pictures, {duration:.6g} s{', and the episode is its first' if first else ''}, {reason}"
+        ),
+        file=file,
+        episode=episode,
+        column=key,
+        found=f"{start:.6g}",
+        expected="0" if first else f"at most {duration:.6g}",
+    )
 
 
 def check_file_numbers(info: Info, table: EpisodeTable, cameras: list[CameraMap]) -> Iterator[Finding]:

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from ingest.errors import DatasetError, ReelrayError, StorageError, UnsafeInputError
+from ingest.errors import DatasetError, MetadataError, ReelrayError, StorageError, UnsafeInputError
 from ingest.lerobot.audit_rows import RowAudit
 from ingest.lerobot.audit_videos import VideoAudit
 from ingest.lerobot.episodes import read_episode_table
 from ingest.lerobot.findings import AuditReport, Finding, Findings, Severity
 from ingest.lerobot.info import INFO_PATH, Info, read_info
-from ingest.lerobot.parquet import ParquetSource, column_names, read_columns
+from ingest.lerobot.parquet import ParquetSource, integer_column, python_values, read_columns
 from ingest.lerobot.source import Source, assemble
 from ingest.lerobot.tasks import STATS_PATH, TASKS_PATH, Tasks, read_stats, read_tasks
 from ingest.lerobot.windows import DEFAULT_TOLERANCE_S
@@ -74,7 +75,8 @@ def audit(
     found.extend(contradictions)
     checked["episodes"] = len(source.episodes)
     if tasks is not None:
-        _check_task_texts(source, found)
+        for path in source.episodes.meta_paths:
+            _attempt(found, "task_unreadable", path, partial(_check_task_texts, source, path, found))
     time_severity: Severity = "error" if strict_time else "warning"
     rows = RowAudit(source, found, tolerance_s, time_severity)
     videos = VideoAudit(source, index or ProbingIndex(store), found, tolerance_s, time_severity)
@@ -129,31 +131,31 @@ def _check_features(info: Info, found: Findings) -> None:
             )
 
 
-def _check_task_texts(source: Source, found: Findings) -> None:
-    """Task texts that episodes name and ``tasks.parquet`` does not have."""
+def _check_task_texts(source: Source, path: str, found: Findings) -> None:
+    """Task texts that the episodes of one metadata file name and ``tasks.parquet`` does not have."""
     known = set(source.tasks.texts)
-    for path in source.episodes.meta_paths:
-        file = ParquetSource(source.store, path)
-        with file.opened() as opened:
-            if "tasks" not in column_names(opened, file):
-                continue
-        table = read_columns(file, ["episode_index", "tasks"])
-        for episode, texts in zip(table.column("episode_index").to_pylist(), table.column("tasks").to_pylist(), strict=True):
-            named = [texts] if isinstance(texts, str) else texts or []
-            unknown = [text for text in named if text not in known]
-            if unknown:
-                found.add(
-                    Finding(
-                        code="task_not_indexed",
-                        severity="error",
-                        message=f"{path}: episode {episode}: column tasks names {unknown[0]!r}, which {TASKS_PATH} does not have",
-                        file=path,
-                        episode=episode,
-                        column="tasks",
-                        found=str(unknown[0]),
-                        expected=f"one of the {len(known)} texts of {TASKS_PATH}",
-                    )
+    file = ParquetSource(source.store, path)
+    table = read_columns(file, ["episode_index"], optional=["tasks"])
+    if "tasks" not in table.column_names:
+        return
+    episodes = integer_column(table, "episode_index", file).tolist()
+    cells = python_values(table.column("tasks"), "tasks", lambda message: MetadataError(f"{file.where}: {message}"))
+    for episode, cell in zip(episodes, cells, strict=True):
+        named = cast("list[object]", cell if isinstance(cell, list) else [cell] if isinstance(cell, str) else [])
+        unknown = [text for text in named if text not in known]
+        if unknown:
+            found.add(
+                Finding(
+                    code="task_not_indexed",
+                    severity="error",
+                    message=f"{path}: episode {episode}: column tasks names {unknown[0]!r}, which {TASKS_PATH} does not have",
+                    file=path,
+                    episode=episode,
+                    column="tasks",
+                    found=str(unknown[0]),
+                    expected=f"one of the {len(known)} texts of {TASKS_PATH}",
                 )
+            )
 
 
 def _find_orphan_videos(source: Source, found: Findings) -> None:

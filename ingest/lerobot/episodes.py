@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ingest.errors import MetadataError, ObjectNotFoundError, SelectionError
 from ingest.lerobot.findings import Finding
 from ingest.lerobot.info import Info
-from ingest.lerobot.parquet import ParquetSource, column_names, float_column, integer_column, read_columns
+from ingest.lerobot.parquet import ParquetSource, float_column, integer_column, read_columns
 from ingest.storage.base import Store
 
 EPISODES_PREFIX = "meta/episodes"
@@ -166,12 +166,10 @@ def read_episode_table(store: Store, info: Info) -> tuple[EpisodeTable, list[Fin
 
 
 def _read_file(source: ParquetSource, cameras: tuple[str, ...]) -> dict[str, _Column]:
-    with source.opened() as file:
-        names = column_names(file, source)
     spans = [f"videos/{camera}/{name}" for camera in cameras for name in ("chunk_index", "file_index")]
     times = [f"videos/{camera}/{name}" for camera in cameras for name in ("from_timestamp", "to_timestamp")]
-    lengths = ["length"] if "length" in names else []
-    table = read_columns(source, [*_NUMBERS, *lengths, *spans, *times])
+    table = read_columns(source, [*_NUMBERS, *spans, *times], optional=["length"])
+    lengths = ["length"] if "length" in table.column_names else []
     columns: dict[str, _Column] = {}
     for name in (*_NUMBERS, *lengths, *spans):
         columns[name] = integer_column(table, name, source)

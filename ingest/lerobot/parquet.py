@@ -2,12 +2,12 @@
 
 # pyarrow carries no type information.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeStubs=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,10 +17,17 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ingest.errors import DatasetError, MetadataError, ObjectNotFoundError, ReelrayError, StorageError, UnsafeInputError
+from ingest.lerobot.footer import GroupTable, parse_footer
 from ingest.storage.base import Store
 
 MAX_READ_BYTES = 8 << 30
 """Most bytes (uncompressed, as the footer states them) that one read may ask for."""
+
+MAX_FOOTER_BYTES = 256 << 20
+
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 1 << 16
+_ARROW_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError)
 
 MakeError = Callable[[str], DatasetError]
 """Builds the error for a message, so that the caller chooses the class and its fields."""
@@ -29,6 +36,23 @@ MakeError = Callable[[str], DatasetError]
 def plain_error(message: str) -> DatasetError:
     """The error of a metadata file."""
     return MetadataError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """A parquet footer.
+
+    Attributes:
+        metadata: as pyarrow needs it for opening; its column chunks are never asked for (see ``footer.py``).
+        groups: what it says about row groups.
+    """
+
+    metadata: pq.FileMetaData
+    groups: GroupTable
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.groups.rows.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,47 +73,67 @@ class ParquetSource:
     def where(self) -> str:
         return f"{self.store.url}: {self.path}"
 
+    def footer(self) -> Footer:
+        """Reads the footer alone.
+
+        Raises:
+            DatasetError: the file is missing or has no footer; the message names the likely cause.
+        """
+        try:
+            raw = self._footer_bytes()
+        except ObjectNotFoundError as error:
+            raise self.make_error(f"{self.where} is missing") from error
+        except StorageError as refused:
+            # Stores refuse Git LFS pointers and web pages by their first bytes; any narrower class is a fault of the transport.
+            if type(refused) is not StorageError:
+                raise
+            raise self.make_error(f"{self.store.url}: {refused}") from refused
+        try:
+            groups = parse_footer(raw)
+            whole = b"".join((_MAGIC, raw, len(raw).to_bytes(4, "little"), _MAGIC))
+            return Footer(pq.read_metadata(pa.BufferReader(whole)), groups)
+        except _ARROW_FAULTS as error:
+            raise self.make_error(f"{self.where} is damaged: {error}") from error
+
+    def _footer_bytes(self) -> bytes:
+        size = self.store.size(self.path)
+        if not size:
+            raise self.make_error(f"{self.where} is empty: the recording was not finalised or the copy was interrupted")
+        start = max(0, size - _TAIL_BYTES)
+        ranges = [(0, min(size, 256)), (start, size)] if start else [(0, size)]
+        parts = self.store.read_ranges(self.path, ranges)
+        head, tail = parts[0], parts[-1]
+        if not head.startswith(_MAGIC):
+            raise self.make_error(f"{self.where} is not a parquet file (it starts with {head[:4]!r})")
+        if size < 12 or tail[-4:] != _MAGIC:
+            raise self.make_error(
+                f"{self.where} has no parquet footer ({size} bytes): the recording was not finalised (killed before finalize()) "
+                "or the file was cut; record or copy it again, or drop its episodes"
+            )
+        length = int.from_bytes(tail[-8:-4], "little")
+        if length > min(size - 12, MAX_FOOTER_BYTES):
+            raise self.make_error(f"{self.where} is damaged: its footer of {length} bytes does not fit a file of {size} bytes")
+        if length + 8 <= len(tail):
+            return tail[len(tail) - 8 - length : -8]
+        return self.store.read_ranges(self.path, [(size - 8 - length, size - 8)])[0]
+
     @contextmanager
-    def opened(self, footer: pq.FileMetaData | None = None) -> Generator[pq.ParquetFile]:
+    def opened(self, footer: Footer | None = None) -> Generator[pq.ParquetFile]:
         """The open file; every Arrow fault inside the block becomes a typed error that names the file.
 
         Args:
             footer: a footer read before, which saves reading it again.
         """
+        known = footer or self.footer()
         try:
             with self.store.open(self.path) as handle:
-                yield pq.ParquetFile(handle, metadata=footer)
+                yield pq.ParquetFile(handle, metadata=known.metadata)
         except ObjectNotFoundError as error:
             raise self.make_error(f"{self.where} is missing") from error
         except ReelrayError:
             raise
-        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            raise self.make_error(self._cause(error)) from error
-
-    def _cause(self, error: Exception) -> str:
-        size = self.store.size(self.path)
-        if not size:
-            return f"{self.where} is empty: the recording was not finalised or the copy was interrupted"
-        try:
-            head, tail = self.store.read_ranges(self.path, [(0, min(size, 64)), (max(0, size - 4), size)])
-        except StorageError as refused:
-            # Stores refuse Git LFS pointers and web pages by their first bytes; any narrower class is a fault of the transport.
-            if type(refused) is not StorageError:
-                raise
-            return f"{self.store.url}: {refused}"
-        if not head.startswith(b"PAR1"):
-            return f"{self.where} is not a parquet file (it starts with {head[:4]!r})"
-        if tail != b"PAR1":
-            return (
-                f"{self.where} has no parquet footer ({size} bytes): the recording was not finalised (killed before finalize()) "
-                "or the file was cut; record or copy it again, or drop its episodes"
-            )
-        return f"{self.where} is damaged: {error}"
-
-    def footer(self) -> pq.FileMetaData:
-        """The footer alone."""
-        with self.opened() as file:
-            return file.metadata
+        except _ARROW_FAULTS as error:
+            raise self.make_error(f"{self.where} is damaged: {error}") from error
 
 
 def column_names(file: pq.ParquetFile, source: ParquetSource) -> list[str]:
@@ -105,34 +149,30 @@ def column_names(file: pq.ParquetFile, source: ParquetSource) -> list[str]:
     return names
 
 
-def check_read_size(footer: pq.FileMetaData, groups: Iterable[int], columns: Sequence[str], where: str) -> None:
+def check_read_size(footer: Footer, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
     """Refuses reads whose stated size could exhaust memory.
 
     Raises:
         UnsafeInputError: names the size and the limit.
     """
-    wanted = set(columns)
-    total = 0
-    for number in groups:
-        group = footer.row_group(number)
-        for position in range(group.num_columns):
-            column = group.column(position)
-            if column.path_in_schema.split(".", 1)[0] in wanted:
-                total += max(0, column.total_uncompressed_size)
+    total = footer.groups.read_bytes(list(groups), list(columns))
     if total > MAX_READ_BYTES:
         raise UnsafeInputError(f"{where}: the footer announces {total} bytes for one read; the limit is {MAX_READ_BYTES}")
 
 
-def read_columns(source: ParquetSource, columns: Sequence[str]) -> pa.Table:
-    """The named columns of the whole file, in the order named.
+def read_columns(source: ParquetSource, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
+    """The named columns of the whole file, in the order named, and those of ``optional`` that are there.
 
     Raises:
         DatasetError: the file cannot be read, or lacks a column; the message lists what it has.
     """
-    with source.opened() as file:
-        check_columns(column_names(file, source), columns, source)
-        check_read_size(file.metadata, range(file.metadata.num_row_groups), columns, source.where)
-        return file.read(columns=list(columns), use_threads=False).select(list(columns))
+    footer = source.footer()
+    with source.opened(footer) as file:
+        names = column_names(file, source)
+        check_columns(names, columns, source)
+        wanted = [*columns, *(name for name in optional if name in names)]
+        check_read_size(footer, range(len(footer.groups)), wanted, source.where)
+        return file.read(columns=wanted, use_threads=False).select(wanted)
 
 
 def check_columns(names: Sequence[str], wanted: Sequence[str], source: ParquetSource) -> None:
@@ -143,16 +183,21 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], source: ParquetSo
         raise source.make_error(f"{source.where} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; it has {listed}")
 
 
+def _no_nulls(table: pa.Table, name: str, source: ParquetSource) -> pa.ChunkedArray:
+    column = table.column(name)
+    if column.null_count:
+        row = int(np.flatnonzero(np.asarray(column.is_null()))[0])
+        raise source.make_error(f"{source.where}: column {name} has no value in row {row}")
+    return column
+
+
 def integer_column(table: pa.Table, name: str, source: ParquetSource) -> NDArray[np.int64]:
     """A column as int64; whole floats are accepted, since pandas writes them when a column ever had a gap.
 
     Raises:
         DatasetError: a null, a fraction or another type; the message names row and value.
     """
-    column = table.column(name)
-    if column.null_count:
-        row = int(np.flatnonzero(np.asarray(column.is_null()))[0])
-        raise source.make_error(f"{source.where}: column {name} has no value in row {row}")
+    column = _no_nulls(table, name, source)
     if pa.types.is_integer(column.type):
         values = np.asarray(column.to_numpy())
         if values.dtype == np.uint64 and values.size and int(values.max()) > np.iinfo(np.int64).max:
@@ -173,10 +218,7 @@ def float_column(table: pa.Table, name: str, source: ParquetSource) -> NDArray[n
     Raises:
         DatasetError: a null, a value that is not finite, or another type; the message names row and value.
     """
-    column = table.column(name)
-    if column.null_count:
-        row = int(np.flatnonzero(np.asarray(column.is_null()))[0])
-        raise source.make_error(f"{source.where}: column {name} has no value in row {row}")
+    column = _no_nulls(table, name, source)
     if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
         raise source.make_error(f"{source.where}: column {name} has type {column.type}, expected numbers")
     values = np.asarray(column.to_numpy(), dtype=np.float64)
@@ -184,3 +226,15 @@ def float_column(table: pa.Table, name: str, source: ParquetSource) -> NDArray[n
     if bad.size:
         raise source.make_error(f"{source.where}: column {name} holds {values[bad[0]]} in row {bad[0]}, expected a finite number")
     return values
+
+
+def python_values(column: pa.ChunkedArray, name: str, fail: MakeError) -> list[object]:
+    """A column as Python values.
+
+    Raises:
+        DatasetError: text that is not UTF-8, or values that Python cannot hold.
+    """
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        raise fail(f"column {name} holds a value that cannot be read: {error}") from error

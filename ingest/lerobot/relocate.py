@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ingest.errors import RowsError
 from ingest.lerobot.findings import Finding
+from ingest.lerobot.footercache import FooterCache
 from ingest.lerobot.parquet import ParquetSource, check_columns, column_names, integer_column, read_columns
-from ingest.lerobot.rowgroups import FooterCache, candidate_groups, rows_by_episode
 from ingest.lerobot.source import Source
 
 
@@ -66,7 +66,7 @@ def _frames_in(source: Source, path: str, episode: int, footers: FooterCache) ->
         footer = footers.get(path)
     except RowsError:
         return np.empty(0, dtype=np.int64)
-    groups = candidate_groups(footer, episode)
+    groups = footer.groups.candidates(episode)
     if not groups:
         return np.empty(0, dtype=np.int64)
     names = ["episode_index", "frame_index"]
@@ -194,7 +194,7 @@ def verify_data_files(source: Source, episodes: NDArray[np.int64] | None = None)
 def _rows_per_episode(source: Source, path: str, expected: int, footers: FooterCache) -> dict[int, int] | None:
     """Rows of each episode in a file; None when the file's total is as expected and its footer tells no more."""
     footer = footers.get(path)
-    counts = rows_by_episode(footer)
+    counts = footer.groups.rows_by_episode()
     if counts is not None or footer.num_rows == expected:
         return counts
 

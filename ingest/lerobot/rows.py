@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ingest.errors import DatasetError, RowsError, SelectionError
 from ingest.lerobot.columns import Numbers, item_value, numeric_values
 from ingest.lerobot.findings import Finding
+from ingest.lerobot.footercache import FooterCache
 from ingest.lerobot.images import decode_cell
 from ingest.lerobot.info import Info
-from ingest.lerobot.parquet import ParquetSource, check_columns, check_read_size, column_names
+from ingest.lerobot.parquet import ParquetSource, check_columns, check_read_size, column_names, python_values
 from ingest.lerobot.relocate import find_rows, missing_rows, moved_findings
-from ingest.lerobot.rowgroups import FooterCache, candidate_groups
 from ingest.lerobot.source import Source
 from ingest.storage.base import Store
 
@@ -83,7 +83,10 @@ class EpisodeRows:
         """
         if key in self.numbers:
             return self.numbers[key][frame].copy()
-        return item_value(self.others[key][frame].as_py())
+        return item_value(self._cell(key, frame))
+
+    def _cell(self, key: str, frame: int) -> object:
+        return python_values(self.others[key].slice(frame, 1), key, self._fail)[0]
 
     def gather(self, key: str, frames: NDArray[np.int64]) -> Numbers | list[object]:
         """Cells of several frames, repeats allowed: a new array (T, *shape) for numbers, else a list of values."""
@@ -104,7 +107,7 @@ class EpisodeRows:
         def fail(message: str) -> DatasetError:
             return self._fail(f"frame {frame}: {message}")
 
-        return decode_cell(self.others[key][frame].as_py(), self._info.feature(key), self._store, fail)
+        return decode_cell(self._cell(key, frame), self._info.feature(key), self._store, fail)
 
 
 class RowReader:
@@ -167,9 +170,9 @@ class RowReader:
         columns = list(dict.fromkeys((*keys, *KEY_COLUMNS)))
         with file.opened(footer) as opened:
             check_columns(column_names(opened, file), columns, file)
-            groups = candidate_groups(footer, episode)
+            groups = footer.groups.candidates(episode)
             check_read_size(footer, groups, columns, file.where)
-            pieces = [piece for group in groups for piece in _filtered(opened, group, columns, episode)]
+            pieces = [piece for group in groups for piece in _filtered(opened, group, int(footer.groups.rows[group]), columns, episode)]
             if not pieces:
                 return opened.schema_arrow.empty_table().select(columns)
             return pa.concat_tables(pieces)
@@ -190,9 +193,9 @@ def _projection(info: Info, columns: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(columns))
 
 
-def _filtered(file: pq.ParquetFile, group: int, columns: list[str], episode: int) -> Iterator[pa.Table]:
+def _filtered(file: pq.ParquetFile, group: int, rows: int, columns: list[str], episode: int) -> Iterator[pa.Table]:
     """Rows of ``episode`` in one row group; large groups are walked in batches, so that memory stays bounded."""
-    if file.metadata.row_group(group).num_rows <= 2 * _BATCH_ROWS:
+    if rows <= 2 * _BATCH_ROWS:
         tables = iter([file.read_row_group(group, columns=columns, use_threads=False)])
     else:
         batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ingest.errors import MetadataError, ObjectNotFoundError
 from ingest.lerobot.info import read_json
-from ingest.lerobot.parquet import ParquetSource, column_names, integer_column, read_columns
+from ingest.lerobot.parquet import ParquetSource, column_names, integer_column, python_values, read_columns
 from ingest.storage.base import Store
 
 TASKS_PATH = "meta/tasks.parquet"
@@ -67,7 +67,7 @@ def read_tasks(store: Store) -> Tasks:
         column = _text_column(file.schema_arrow, names, source)
     table = read_columns(source, ["task_index", column])
     numbers = integer_column(table, "task_index", source)
-    texts = table.column(column).to_pylist()
+    texts = python_values(table.column(column), column, lambda message: source.make_error(f"{source.where}: {message}"))
     known: dict[int, str] = {}
     for number, text in zip(numbers.tolist(), texts, strict=True):
         if not isinstance(text, str):
