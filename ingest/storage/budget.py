@@ -27,12 +27,20 @@ class ByteBudget:
     stays; otherwise it is dropped when the bytes are needed by another. All methods are thread-safe.
     """
 
-    def __init__(self, limit_bytes: int, *, setting: str = "the byte budget", on_evict: Callable[[Hashable], None] | None = None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        setting: str = "the byte budget",
+        on_evict: Callable[[Hashable], None] | None = None,
+        lock: threading.RLock | None = None,
+    ) -> None:
         """
         Args:
             limit_bytes: most bytes reserved at any time.
             setting: name of the setting that raises the limit, for messages.
-            on_evict: called with the key of each dropped reservation, without a lock held by the caller; must not call back.
+            on_evict: called with the key of each dropped reservation while the lock is held; must not call back.
+            lock: lock to use, so that an owner can change its own state together with the budget's.
 
         Raises:
             BudgetError: the limit is not positive.
@@ -43,7 +51,7 @@ class ByteBudget:
         self._setting = setting
         self._on_evict = on_evict
         self._entries: OrderedDict[Hashable, _Reservation] = OrderedDict()
-        self._condition = threading.Condition()
+        self._condition = threading.Condition(lock or threading.RLock())
         self._waiting: list[tuple[int, int]] = []
         self._gone: set[tuple[int, int]] = set()
         self._arrivals = 0
