@@ -18,6 +18,7 @@ from ingest.video.tracks import SampleArrays, TrackHeader, expand_samples, first
 
 _PROBED_SAMPLES = 8
 _SCAN_BYTES = 32 << 20
+_MAX_DURATION_TICKS = (1 << 62) - 1
 
 
 def read_sample_table(read: ReadRange, file_size: int, path: str, *, max_probe_bytes: int = MAX_PROBE_BYTES) -> SampleTable:
@@ -45,7 +46,7 @@ def read_sample_table(read: ReadRange, file_size: int, path: str, *, max_probe_b
         raise fail(path, f"samples name entry {int(samples.arrays.descriptions.max()) + 1} of stsd, which has {len(entries)}")
     edits = parse_edits(header.elst, path) if header.elst else ()
     timescale = header.timescale or movie_timescale or 1
-    timeline = resolve_edits(edits, timescale, movie_timescale, fragmented=fragmented, path=path)
+    timeline, offset_s = resolve_edits(edits, timescale, movie_timescale, fragmented=fragmented, path=path)
     sync = np.arange(len(samples.arrays.sizes), dtype=np.int64) if samples.arrays.sync is None else samples.arrays.sync
     starts = _verified_starts(_Peek(read, layout.head, file_size), samples.arrays, sync, entries)
     pts = samples.dts + samples.arrays.composition
@@ -59,7 +60,7 @@ def read_sample_table(read: ReadRange, file_size: int, path: str, *, max_probe_b
         height=header.height,
         timescale=header.timescale,
         movie_timescale=movie_timescale,
-        duration=header.duration or movie_duration,
+        duration=min(header.duration or movie_duration, _MAX_DURATION_TICKS),
         track_id=header.track_id,
         ftyp=layout.ftyp,
         stsd=header.stsd,
@@ -80,7 +81,8 @@ def read_sample_table(read: ReadRange, file_size: int, path: str, *, max_probe_b
         descriptions=read_only(samples.arrays.descriptions),
         presented=read_only(presented),
         presented_pts=read_only(presented_pts + samples.shift),
-        sample_pts=read_only((pts + offset) / timescale),
+        sample_pts=read_only(pts / timescale + (offset_s + samples.shift / timescale)),
+        timeline=timeline,
     )
 
 

@@ -14,6 +14,7 @@ from av.video.codeccontext import VideoCodecContext
 from numpy.typing import NDArray
 
 from ingest.errors import DecodeError, LeadInError, ShortReadError, VideoFormatError
+from ingest.video.checksums import verify_payload
 from ingest.video.entries import MAX_PIXELS, SampleEntry, parse_sample_entries
 from ingest.video.keys import HEAD_BYTES, can_start
 from ingest.video.pixels import PictureWriter
@@ -46,6 +47,7 @@ def decode_pictures(
 
     Raises:
         DecodeError: damaged data; names the file and the picture.
+        ChecksumError: the payload differs from the checksums of the index, where it has them.
         LeadInError: the decoder found no fault, but the span begins too late to show a picture.
         ShortReadError: the payload is not as long as the ranges.
         VideoFormatError: the codec cannot be decoded.
@@ -55,7 +57,9 @@ def decode_pictures(
     picture_of = dict(zip(order, numbers.tolist(), strict=True))
     held: dict[int, av.VideoFrame] = {}
     due = 0
-    for frame in _frames(table, span, _buffers(table, span, payload), _hidden_lead(table, span)):
+    buffers = payload_buffers(table, span, payload)
+    verify_payload(table, span, buffers)
+    for frame in _frames(table, span, buffers, _hidden_lead(table, span)):
         sample = frame.pts
         if sample is None or not span.first <= sample < span.stop:
             raise _damaged(table, int(numbers[min(due, len(order) - 1)]), f"the decoder returned picture {sample}, which it was not fed")
@@ -122,7 +126,12 @@ def _damaged(table: SampleTable, picture: int, what: str, *, late_start: bool = 
     )
 
 
-def _buffers(table: SampleTable, span: PictureSpan, payload: Payload) -> list[memoryview]:
+def payload_buffers(table: SampleTable, span: PictureSpan, payload: Payload) -> list[memoryview]:
+    """One buffer per range of the span.
+
+    Raises:
+        ShortReadError: the payload is not as long as the ranges.
+    """
     buffers = [memoryview(payload)] if isinstance(payload, bytes | bytearray | memoryview) else [memoryview(part) for part in payload]
     found, expected = [len(buffer) for buffer in buffers], [stop - start for start, stop in span.ranges]
     if found != expected:
@@ -144,7 +153,8 @@ def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], le
     at: list[int] = offset_in.tolist()
     sizes: list[int] = table.sizes[span.first : span.stop].tolist()
     lead_in: list[bool] = lead.tolist()
-    keys: list[bool] = np.isin(np.arange(span.first, span.stop), table.sync).tolist()
+    keys = np.zeros(len(sizes), np.bool_)
+    keys[table.sync[slice(*np.searchsorted(table.sync, (span.first, span.stop)))].astype(np.int64) - span.first] = True
     depth = _reorder_depth(table, span)
     head = buffers[chunk[0]][at[0] : at[0] + min(sizes[0], HEAD_BYTES)]
     if span.first and can_start(entries[descriptions[0]], bytes(head)) is False:
@@ -165,7 +175,7 @@ def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], le
         if size:
             packet.update(cast("bytes", buffers[chunk[index]][at[index] : at[index] + size]))
         packet.pts = packet.dts = sample
-        packet.is_keyframe = keys[index]  # some decoders take a picture without the flag for a difference to the one before
+        packet.is_keyframe = bool(keys[index])  # some decoders take a picture without the flag for a difference to the one before
         try:
             frames = _decode(decoder, packet) if size else []
         except (FFmpegError, ValueError) as error:

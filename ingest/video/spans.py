@@ -23,6 +23,7 @@ class PictureSpan:
     Attributes:
         first: first sample to feed to a decoder; a clean random-access point, or sample 0.
         stop: sample behind the last one to feed.
+        fetch_stop: sample behind the last one to fetch: the end of its run where runs carry checksums, else ``stop``.
         wanted: picture numbers asked for, ascending.
         ranges: byte ranges that hold the samples, ascending and coalesced.
         nbytes: total length of ``ranges``.
@@ -31,6 +32,7 @@ class PictureSpan:
 
     first: int
     stop: int
+    fetch_stop: int
     wanted: NDArray[np.int64]
     ranges: tuple[ByteRange, ...]
     nbytes: int
@@ -40,9 +42,9 @@ class PictureSpan:
         """Where each sample of the span lies in the fetched ranges.
 
         Returns:
-            range number and offset inside that range, one per sample of the span in decode order.
+            range number and offset inside that range, one per fetched sample in decode order.
         """
-        offsets = table.offsets[self.first : self.stop].astype(np.int64)
+        offsets = table.offsets[self.first : self.fetch_stop].astype(np.int64)
         starts = np.array([start for start, _ in self.ranges], np.int64)
         numbers = np.searchsorted(starts, offsets, side="right") - 1
         return numbers, offsets - starts[numbers]
@@ -70,7 +72,25 @@ def picture_span(table: SampleTable, pictures: NDArray[np.integer] | Sequence[in
     samples = table.presented[wanted]
     stop = int(samples.max()) + 1
     first = _start(table, int(samples.min()), int(_pts(table, samples).min()), lead)
-    return _span(table, first, stop, wanted)
+    fetch_stop = stop
+    if table.gop_xxh3 is not None:
+        bounds = table.gop_bounds
+        fetch_stop = int(bounds[np.searchsorted(bounds, stop)])
+    return _span(table, first, stop, fetch_stop, wanted)
+
+
+def sample_span(table: SampleTable, first: int, stop: int) -> PictureSpan:
+    """A span of samples ``first..stop`` for fetching alone: it wants no picture.
+
+    Args:
+        table: of the file.
+        first: first sample, decode order.
+        stop: sample behind the last one, greater than ``first``.
+
+    Raises:
+        ShortReadError: samples lie beyond the end of the file.
+    """
+    return _span(table, first, stop, stop, np.zeros(0, np.int64))
 
 
 def _pts(table: SampleTable, samples: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -86,13 +106,14 @@ def _start(table: SampleTable, sample: int, tick: int, lead: int) -> int:
     return int(starts[index]) if index >= 0 else 0
 
 
-def _span(table: SampleTable, first: int, stop: int, wanted: NDArray[np.int64]) -> PictureSpan:
-    offsets, sizes = table.offsets[first:stop].astype(np.int64), table.sizes[first:stop].astype(np.int64)
+def _span(table: SampleTable, first: int, stop: int, fetch_stop: int, wanted: NDArray[np.int64]) -> PictureSpan:
+    offsets, sizes = table.offsets[first:fetch_stop].astype(np.int64), table.sizes[first:fetch_stop].astype(np.int64)
     ends = offsets + sizes
     if int(ends.max()) > table.file_size:
         missing = first + int(np.argmax(ends > table.file_size))
+        asked = f"pictures {int(wanted[0])}..{int(wanted[-1])} need" if len(wanted) else "the run needs"
         raise ShortReadError(
-            f"{table.path}: pictures {int(wanted[0])}..{int(wanted[-1])} need sample {missing} at bytes "
+            f"{table.path}: {asked} sample {missing} at bytes "
             f"{int(table.offsets[missing])}..{int(table.offsets[missing]) + int(table.sizes[missing])}, but the file ends at byte "
             f"{table.file_size}: it is truncated"
         )
@@ -104,7 +125,7 @@ def _span(table: SampleTable, first: int, stop: int, wanted: NDArray[np.int64]) 
     starts = offsets[np.concatenate([[0], cuts + 1])].tolist()
     stops = reach[np.concatenate([cuts, [len(reach) - 1]])].tolist()
     ranges = tuple(zip(starts, stops, strict=True))
-    return PictureSpan(first, stop, wanted, ranges, int(sum(stops) - sum(starts)), int(sizes.sum()))
+    return PictureSpan(first, stop, fetch_stop, wanted, ranges, int(sum(stops) - sum(starts)), int(sizes.sum()))
 
 
 def gop_starts(table: SampleTable) -> NDArray[np.int64]:

@@ -18,6 +18,23 @@ MAX_SAMPLES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
+class Timeline:
+    """What an edit list does to media time.
+
+    Attributes:
+        offset_ticks: added to media time to give presentation time.
+        empty_ticks: how long nothing is shown at first; part of ``offset_ticks``.
+        first_tick: media time of the first presented tick, or None for no limit.
+        stop_tick: media time behind the last presented tick, or None for no limit.
+    """
+
+    offset_ticks: int
+    empty_ticks: int
+    first_tick: int | None
+    stop_tick: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class SampleTable:
     """Everything needed to fetch, decode and number the pictures of one video file.
 
@@ -55,6 +72,8 @@ class SampleTable:
             ``presented[k]``.
         presented_pts: [P] presentation time in ticks, after edit lists.
         sample_pts: [S] presentation time in seconds, float64, edit offset applied; hidden samples have one too.
+        timeline: the presented part of media time, so that the table can be stored and rebuilt.
+        gop_xxh3: [G] xxh3-64 of the payload of each run of ``gop_bounds``, decode order; None when it was never read.
     """
 
     path: str
@@ -86,6 +105,8 @@ class SampleTable:
     presented: Ints
     presented_pts: Ints
     sample_pts: NDArray[np.float64]
+    timeline: Timeline
+    gop_xxh3: NDArray[np.uint64] | None = None
 
     @property
     def samples(self) -> int:
@@ -103,9 +124,17 @@ class SampleTable:
         return self.timescale or self.movie_timescale or 1
 
     @property
+    def gop_bounds(self) -> NDArray[np.int64]:
+        """[G + 1] first samples of the runs between random-access points, decode order, ending with ``samples``."""
+        inner = self.starts.astype(np.int64)
+        if not len(inner) or inner[0]:
+            inner = np.concatenate([np.zeros(min(self.samples, 1), np.int64), inner])
+        return np.append(inner, self.samples)
+
+    @property
     def truncated(self) -> NDArray[np.int64]:
         """Sample numbers that lie wholly or partly beyond the end of the file."""
-        return np.flatnonzero(self.offsets + self.sizes > self.file_size)
+        return np.flatnonzero(self.offsets.astype(np.int64) + self.sizes > self.file_size)
 
 
 def read_only(values: NDArray[_T]) -> NDArray[_T]:

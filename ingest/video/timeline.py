@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ingest.errors import UnsupportedTimelineError
 from ingest.video.layout import fail
+from ingest.video.tables import Timeline
 
 _RATE_ONE = 1 << 16
 _UNSIGNED_32 = (1 << 32) - 1
@@ -22,23 +23,6 @@ class Edit:
     duration: int
     media_time: int
     rate: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """What an edit list does to media time.
-
-    Attributes:
-        offset_ticks: added to media time to give presentation time.
-        empty_ticks: how long nothing is shown at first; part of ``offset_ticks``.
-        first_tick: media time of the first presented tick, or None for no limit.
-        stop_tick: media time behind the last presented tick, or None for no limit.
-    """
-
-    offset_ticks: int
-    empty_ticks: int
-    first_tick: int | None
-    stop_tick: int | None
 
 
 def parse_edits(payload: bytes, path: str) -> tuple[Edit, ...]:
@@ -72,7 +56,7 @@ def unsupported(path: str, found: str) -> UnsupportedTimelineError:
     )
 
 
-def resolve_edits(edits: tuple[Edit, ...], timescale: int, movie_timescale: int, *, fragmented: bool, path: str) -> Timeline:
+def resolve_edits(edits: tuple[Edit, ...], timescale: int, movie_timescale: int, *, fragmented: bool, path: str) -> tuple[Timeline, float]:
     """Turns an edit list into an offset and the presented part of media time.
 
     Args:
@@ -82,11 +66,14 @@ def resolve_edits(edits: tuple[Edit, ...], timescale: int, movie_timescale: int,
         fragmented: in fragmented files an edit of duration 0 lasts for ever.
         path: for messages.
 
+    Returns:
+        the timeline in ticks, and its offset in seconds without rounding to ticks.
+
     Raises:
         UnsupportedTimelineError: several media edits, a rate other than 1, or nothing but an empty edit.
     """
     if not edits:
-        return Timeline(0, 0, None, None)
+        return Timeline(0, 0, None, None), 0.0
     for edit in edits:
         if edit.rate != _RATE_ONE:
             raise unsupported(path, f"rate {edit.rate / _RATE_ONE:g}")
@@ -96,16 +83,19 @@ def resolve_edits(edits: tuple[Edit, ...], timescale: int, movie_timescale: int,
     if len(media) != 1 or edits[-1] is not media[0]:
         raise unsupported(path, f"{len(media)} media edits and {len(edits) - len(media)} empty ones")
     edit = media[0]
-    empty = 0
+    empty, empty_s = 0, 0.0
     if len(edits) == 2:
         if movie_timescale <= 0:
             raise unsupported(path, "an empty edit in a movie whose timescale is 0")
         empty = _rescale(edits[0].duration, timescale, movie_timescale)
+        empty_s = edits[0].duration / movie_timescale
         if empty >= _MAX_TICKS:
             raise unsupported(path, f"an empty edit of {edits[0].duration} movie ticks")
     lasting = (fragmented and edit.duration == 0) or movie_timescale <= 0 or edit.duration >= _UNSIGNED_32
     stop = None if lasting else edit.media_time + _rescale(edit.duration, timescale, movie_timescale)
-    return Timeline(empty - edit.media_time, empty, edit.media_time, stop)
+    if stop is not None and stop >= _MAX_TICKS:
+        stop = None
+    return Timeline(empty - edit.media_time, empty, edit.media_time, stop), empty_s - edit.media_time / timescale
 
 
 def present(pts: NDArray[np.int64], timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
