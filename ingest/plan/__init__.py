@@ -32,11 +32,14 @@ from __future__ import annotations
 from ingest.plan.batches import Batch, RankPlan, RankTable
 from ingest.plan.cursor import Cursor, Segment, SkippedRange, plan_fingerprint
 from ingest.plan.epoch import EpochPlan, OrderTable, plan_epoch
+from ingest.plan.mixing import Mixing, measure_mixing
 from ingest.plan.order import Admission, Order, Span
 from ingest.plan.pieces import Pieces
 from ingest.plan.pool import CoveragePool
+from ingest.plan.report import PlanReport, report_plan
 from ingest.plan.settings import PlanSettings, Topology
 from ingest.plan.shards import balanced_shards
+from ingest.plan.simulate import Hardware, RankRun, simulate, simulate_rank
 from ingest.plan.turns import Turns, WorkerStart, worker_starts, worker_turns
 from ingest.plan.units import Units, cut_units
 
@@ -46,11 +49,15 @@ __all__ = [
     "CoveragePool",
     "Cursor",
     "EpochPlan",
+    "Hardware",
+    "Mixing",
     "Order",
     "OrderTable",
     "Pieces",
+    "PlanReport",
     "PlanSettings",
     "RankPlan",
+    "RankRun",
     "RankTable",
     "Segment",
     "SkippedRange",
@@ -61,8 +68,12 @@ __all__ = [
     "WorkerStart",
     "balanced_shards",
     "cut_units",
+    "measure_mixing",
     "plan_epoch",
     "plan_fingerprint",
+    "report_plan",
+    "simulate",
+    "simulate_rank",
     "worker_starts",
     "worker_turns",
 ]

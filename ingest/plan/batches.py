@@ -14,6 +14,7 @@ from ingest.plan.order import Admission, Order, Span
 from ingest.plan.pool_order import PoolOrder
 from ingest.plan.segment import SegmentPlan
 from ingest.plan.turns import UNLIMITED, Turns
+from ingest.plan.units import Units
 
 _WINDOW_SAMPLES = 4096
 
@@ -83,6 +84,16 @@ class RankPlan:
         self.turns: Turns = segment.turns(self.orders)
         self._full = segment.settings.tail != "exact"
         self.steps: int = segment.common_steps if self._full else self.turns.total
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        return self._size
+
+    @property
+    def units(self) -> Units:
+        """The unit table of the plan."""
+        return self._segment.pieces.units
 
     @property
     def workers(self) -> int:
@@ -181,7 +192,7 @@ class RankPlan:
             order = self.orders[worker]
             last = min((number + 1) * self._size, len(order))
             return order.span(last - 1, last)
-        units = self._segment.pieces.units
+        units = self.units
         unit = np.flatnonzero(units.hi > units.lo)[:1]
         return Span(np.full(1, -1), unit, units.lo[unit], np.zeros(1, dtype=np.int64))
 

@@ -48,9 +48,12 @@ class Pieces:
     def whole(cls, units: Units) -> Pieces:
         """All units with frames, undivided, sorted by (dataset, episode, lo)."""
         order = canonical_order(units.dataset, units.episode, units.lo)
-        order = order[units.hi[order] > units.lo[order]]
+        lo, hi = (units.lo, units.hi) if order is None else (units.lo[order], units.hi[order])
+        order = np.arange(len(units)) if order is None else order
+        if not (hi > lo).all():
+            order = order[hi > lo]
+            lo, hi = units.lo[order], units.hi[order]
         zeros = np.zeros(len(order), dtype=np.int64)
-        lo, hi = units.lo[order], units.hi[order]
         return cls(units, order, lo, hi, zeros, hi - lo, zeros, zeros.astype(np.bool_), np.zeros(0, dtype=np.int64))
 
     @classmethod
@@ -121,7 +124,7 @@ class Pieces:
     def sorted_by_episode(self) -> Pieces:
         """The pieces in the order (dataset, episode, lo, start, copy)."""
         order = canonical_order(self.dataset, self.episode, self.lo, self.start, self.copy)
-        return self.take(order)
+        return self if order is None else self.take(order)
 
     def groups(self) -> NDArray[np.int64]:
         """Number of the episode (dataset, episode, copy) of each piece, int64[P], counted along the rows.

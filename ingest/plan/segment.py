@@ -69,7 +69,7 @@ class SegmentPlan:
         return divide(pieces, parts, share=share, seed=self.settings.seed, cut_below=cut_below)
 
     def _refuse_empty_ranks(self) -> None:
-        empty = np.flatnonzero(self.ranks.frames() == 0)
+        empty = np.flatnonzero(self.ranks.frames == 0)
         if len(empty):
             raise PlanError(
                 f"rank {empty[0]} owns no streaming episodes: {int(self.ranks.episodes.sum())} episodes with "
@@ -121,12 +121,8 @@ class SegmentPlan:
     def worker_frames(self, rank: int) -> NDArray[np.int64]:
         """Frames of each worker of a rank, int64[N], before anything is skipped."""
         if self.workers(rank) == 1:
-            return self._rank_frames[rank : rank + 1]
-        return self.division(rank).frames()
-
-    @cached_property
-    def _rank_frames(self) -> NDArray[np.int64]:
-        return self.ranks.frames()
+            return self.ranks.frames[rank : rank + 1]
+        return self.division(rank).frames
 
     def limits(self, frames: NDArray[np.int64]) -> tuple[int, ...]:
         """Batches of workers that own ``frames`` frames each."""

@@ -16,7 +16,7 @@ DEFAULT_POOL = 32
 DEFAULT_LANES = 16
 MAX_DEFAULT_LANES = 32
 DEFAULT_RESERVOIR_LANES = 64
-RESERVOIR_ROUNDS = 4
+RESERVOIR_ROUNDS = 2
 """Rounds whose samples ``reservoir`` permutes together."""
 
 
@@ -57,7 +57,7 @@ class PlanSettings(Topology):
         pool_size: episodes mixed by each consumer of a pool order; None for ``max(1, round(32 / workers))``.
         byte_budget: bytes of compressed payload per rank, divided among its workers; None for no budget.
         lanes: lanes of each consumer; None for the multiple of the batch size (up to 32) that holds 16, and 64 in
-            ``reservoir``. Open units per consumer never exceed it.
+            ``reservoir``. As many units are open at a time (in ``reservoir`` also those that change inside a block).
         share: ``episodes`` (balanced by frames), ``cost`` (balanced by decode cost) or ``frame_exact`` (ranks
             differ by at most one frame, at most world_size - 1 episodes are cut).
         tail: ``exact`` (unequal last steps), ``drop_tail`` (full batches, equal steps), ``pad`` (equal steps, repeats

@@ -25,23 +25,22 @@ class Division:
     """Pieces divided among parts.
 
     Attributes:
-        pieces: all pieces, those of part 0 first; inside a part in the order of assignment.
-        bounds: int64[parts + 1], where each part begins and ends.
+        pieces: all pieces.
+        rows: int64[P], rows of ``pieces``, those of part 0 first; inside a part in the order of assignment.
+        bounds: int64[parts + 1], where each part begins and ends in ``rows``.
+        frames: int64[parts], frames of each part.
         episodes: int64[parts], episodes (or parts of one) of each part.
     """
 
     pieces: Pieces
+    rows: NDArray[np.int64]
     bounds: NDArray[np.int64]
+    frames: NDArray[np.int64]
     episodes: NDArray[np.int64]
 
     def part(self, number: int) -> Pieces:
         """The pieces of one part."""
-        return self.pieces.take(np.arange(int(self.bounds[number]), int(self.bounds[number + 1])))
-
-    def frames(self) -> NDArray[np.int64]:
-        """Frames of each part, int64[parts]."""
-        ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(self.pieces.count)))
-        return np.diff(ends[self.bounds])
+        return self.pieces.take(self.rows[self.bounds[number] : self.bounds[number + 1]])
 
 
 def divide(pieces: Pieces, parts: int, *, share: Share, seed: int, cut_below: int = 0) -> Division:
@@ -57,27 +56,24 @@ def divide(pieces: Pieces, parts: int, *, share: Share, seed: int, cut_below: in
     group = pieces.groups()
     episodes = int(group[-1]) + 1 if len(group) else 0
     if share == "frame_exact" or episodes < cut_below:
-        cut, part = _line(pieces, seed).cut(even_bounds(int(pieces.count.sum()), parts))
-        return Division(cut, np.searchsorted(part, np.arange(parts + 1)), _distinct(part, cut, parts))
-    weight = (
-        quantised_costs(np.bincount(group, pieces.cost, minlength=episodes)) if share == "cost" else _totals(group, pieces.count, episodes)
-    )
+        return _in_line([_line(pieces, seed).cut(even_bounds(int(pieces.count.sum()), parts))], pieces, parts)
+    frames = _totals(group, pieces.count, episodes)
+    weight = quantised_costs(np.bincount(group, pieces.cost, minlength=episodes)) if share == "cost" else frames
     order = descending_order(weight)
     assigned = assign_balanced(weight[order], parts)
     # Stable sorts by small integers keep the order of assignment inside each part, and take linear time.
     small = np.uint16 if parts < 1 << 16 else np.int64
     by_part = order[np.argsort(assigned.astype(small), kind="stable")]
     counts = np.bincount(assigned, minlength=parts)
-    if episodes == len(pieces):
-        rows, sizes = by_part, counts
-    else:
+    rows, sizes = by_part, counts
+    if episodes < len(pieces):
         members = np.bincount(group, minlength=episodes)
-        begin = np.cumsum(members) - members
         width = members[by_part]
-        rows = np.repeat(begin[by_part] - (np.cumsum(width) - width), width) + np.arange(len(pieces))
+        rows = np.repeat((np.cumsum(members) - members)[by_part] - (np.cumsum(width) - width), width) + np.arange(len(pieces))
         sizes = np.bincount(assigned, members[order], minlength=parts).astype(np.int64)
     bounds = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes)))
-    return Division(pieces.take(rows), bounds, counts)
+    loads = np.bincount(assigned, frames[order], minlength=parts).astype(np.int64)
+    return Division(pieces, rows, bounds, loads, counts)
 
 
 def _totals(group: NDArray[np.int64], count: NDArray[np.int64], episodes: int) -> NDArray[np.int64]:
@@ -97,18 +93,18 @@ def divide_mixture(pieces: Pieces, parts: int, *, quotas: NDArray[np.int64], see
     """
     dataset = pieces.dataset
     ends = mixture_ends(np.bincount(dataset, pieces.count, minlength=len(quotas)).astype(np.int64), quotas, parts)
-    lines: list[Pieces] = []
-    owners: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
-    episodes = np.zeros(parts, dtype=np.int64)
-    for number in range(len(quotas)):
-        own = pieces.take(dataset == number)
-        cut, part = _line(own, seed).cut(ends[number])
-        lines.append(cut)
-        owners.append(part)
-        episodes += _distinct(part, cut, parts)
-    order = np.argsort(np.concatenate(owners), kind="stable")
-    joined = Pieces.concatenate(pieces.units, lines).take(order)
-    return Division(joined, np.searchsorted(np.concatenate(owners)[order], np.arange(parts + 1)), episodes)
+    lines = [_line(pieces.take(dataset == number), seed).cut(ends[number]) for number in range(len(quotas))]
+    return _in_line(lines, pieces, parts)
+
+
+def _in_line(lines: list[tuple[Pieces, NDArray[np.int64]]], pieces: Pieces, parts: int) -> Division:
+    """A division from lines that were cut into the same number of parts."""
+    joined = Pieces.concatenate(pieces.units, [cut for cut, _ in lines])
+    owner = np.concatenate([part for _, part in lines])
+    rows = np.argsort(owner, kind="stable")
+    frames = np.bincount(owner, joined.count, minlength=parts).astype(np.int64)
+    episodes = np.sum([_distinct(part, cut, parts) for cut, part in lines], axis=0)
+    return Division(joined, rows, np.searchsorted(owner[rows], np.arange(parts + 1)), frames, episodes)
 
 
 def _line(pieces: Pieces, seed: int) -> Pieces:

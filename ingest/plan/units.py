@@ -55,9 +55,9 @@ class Units:
                 raise PlanError(f"units.{name} must have shape ({size},) like units.episode, found {column.shape}")
             column.setflags(write=False)
             object.__setattr__(self, name, column)
+        _refuse(self.hi < self.lo, self, "hi", "a frame number not below lo")
         for name in ("dataset", "episode", "lo", "bytes", "cost"):
             _refuse(~(getattr(self, name) >= 0), self, name, "a number >= 0")
-        _refuse(self.hi < self.lo, self, "hi", "a frame number not below lo")
         _refuse(~np.isfinite(self.cost), self, "cost", "a finite number")
         self._refuse_overlaps()
 
@@ -112,12 +112,12 @@ class Units:
 
     def _refuse_overlaps(self) -> None:
         order = canonical_order(self.dataset, self.episode, self.lo)
-        first, second = order[:-1], order[1:]
-        same = (self.dataset[first] == self.dataset[second]) & (self.episode[first] == self.episode[second])
-        clash = same & (self.lo[second] < self.hi[first])
+        keys = (self.dataset, self.episode, self.lo, self.hi)
+        dataset, episode, lo, hi = keys if order is None else (key[order] for key in keys)
+        clash = (lo[1:] < hi[:-1]) & (episode[1:] == episode[:-1]) & (dataset[1:] == dataset[:-1])
         if clash.any():
             row = int(np.flatnonzero(clash)[0])
-            one, two = int(first[row]), int(second[row])
+            one, two = (row, row + 1) if order is None else (int(order[row]), int(order[row + 1]))
             raise PlanError(
                 f"units {one} and {two} share frames of episode {self.episode[one]} of dataset {self.dataset[one]}: "
                 f"[{self.lo[one]}, {self.hi[one]}) and [{self.lo[two]}, {self.hi[two]}); select every frame once"
@@ -131,8 +131,8 @@ def _refuse(bad: NDArray[np.bool_], units: Units, name: str, expected: str) -> N
         raise PlanError(f"units.{name}[{row}] (episode {units.episode[row]}) must be {expected}, found {value}")
 
 
-def canonical_order(dataset: NDArray[Any], episode: NDArray[Any], *more: NDArray[Any]) -> NDArray[np.int64]:
-    """Row numbers sorted by (dataset, episode, *more), int64; free when the rows are sorted already."""
+def canonical_order(dataset: NDArray[Any], episode: NDArray[Any], *more: NDArray[Any]) -> NDArray[np.int64] | None:
+    """Row numbers sorted by (dataset, episode, *more), int64; None when the rows are sorted already."""
     keys = (dataset, episode, *more)
     size = len(episode)
     decided = np.zeros(max(size - 1, 0), dtype=np.bool_)
@@ -140,7 +140,7 @@ def canonical_order(dataset: NDArray[Any], episode: NDArray[Any], *more: NDArray
         if bool((~decided & (key[1:] < key[:-1])).any()):
             return np.lexsort(keys[::-1]).astype(np.int64, copy=False)
         decided |= key[1:] > key[:-1]
-    return np.arange(size, dtype=np.int64)
+    return None
 
 
 def cut_units(
@@ -202,7 +202,7 @@ def cut_units(
     # Split as quotient and remainder: bytes times frames can leave 64 bits.
     quotient, remainder = units.bytes[row] // size, units.bytes[row] % size
     nbytes = quotient * (after - before) + remainder * after // size - remainder * before // size
-    nbytes = np.where(size == after - before, units.bytes[row], nbytes)
+    nbytes = np.where(units.frames[row] == after - before, units.bytes[row], nbytes)
     return Units(
         dataset=units.dataset[row],
         episode=units.episode[row],
