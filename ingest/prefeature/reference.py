@@ -100,6 +100,8 @@ class ReferenceTeacher:
         self._device = device
         self._spec = TeacherSpec("reference", sizes, f"reference:seed={seed}", _hash_weights(weights), dict(EXACT_FLAGS), False, device)
         self._w = {name: tensor.to(device) for name, tensor in weights.items()}
+        self._vae = weights["vae"].double()
+        self._unvae = torch.linalg.pinv(self._vae)
         self._frozen = FrozenTeacher(sizes, self.frozen_parts())
 
     @property
@@ -128,10 +130,12 @@ class ReferenceTeacher:
         sizes = self._sizes
         if image.shape != (sizes.height, sizes.width, 3):
             raise DatasetError(f"case image is {image.shape}, expected {(sizes.height, sizes.width, 3)}; run the cases stage again")
-        pixels = torch.from_numpy(image.astype(np.float32)).to(self._device).permute(2, 0, 1)[None] / 127.5 - 1.0
+        # Sums in float64 and without BLAS, whose float32 rounding may depend on memory alignment and flip a bf16 digit.
+        pixels = torch.from_numpy(image.astype(np.float64)).permute(2, 0, 1)[None] / 127.5 - 1.0
         pooled = functional.avg_pool2d(pixels, sizes.spatial_stride)
-        latent = torch.einsum("lc,bchw->blhw", self._w["vae"], pooled).unsqueeze(2).to(torch.bfloat16)
-        vision = functional.adaptive_avg_pool2d(latent[:, :, 0].float(), VISION_GRID).flatten(2).transpose(1, 2).to(torch.bfloat16)
+        latent = (self._vae[:, :, None, None] * pooled).sum(1)[None].unsqueeze(2).to(torch.bfloat16)
+        vision = functional.adaptive_avg_pool2d(latent[:, :, 0].double(), VISION_GRID).flatten(2).transpose(1, 2)
+        latent, vision = latent.to(self._device), vision.to(torch.bfloat16).to(self._device)
         words = caption.split() or [""]
         rows: list[Tensor] = []
         for word in words:
@@ -234,9 +238,9 @@ class ReferenceTeacher:
 
     def decode(self, latents: Tensor) -> Iterator[NDArray[np.uint8]]:
         """The first latent frame gives one picture, each further one ``temporal_stride``."""
-        back = torch.linalg.pinv(self._w["vae"].cpu())
         for frame in range(latents.shape[2]):
-            colour = torch.einsum("cl,lhw->hwc", back, latents[0, :, frame].float().cpu())
+            latent = latents[0, :, frame].double().cpu()
+            colour = (self._unvae[:, :, None, None] * latent).sum(1).permute(1, 2, 0)
             small = ((colour + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
             stride = self._sizes.spatial_stride
             picture = np.repeat(np.repeat(small, stride, axis=0), stride, axis=1)

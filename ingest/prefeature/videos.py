@@ -11,11 +11,19 @@ from pathlib import Path
 import av
 import numpy as np
 from av.error import FFmpegError
+from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
 from ingest.errors import DamagedDataError, DatasetError
 from ingest.prefeature.durable import temporary_name, write_atomic
 from ingest.prefeature.sizes import Sizes
+
+_EXACT = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.BITEXACT | Interpolation.FULL_CHR_H_INT
+"""Without these flags the colour conversion's rounding depends on how memory happens to be aligned."""
+
+
+_ENCODER = {"crf": "18", "preset": "medium", "x264-params": "threads=1:lookahead-threads=1:rc-lookahead=0:mbtree=0:bframes=0"}
+"""With its look-ahead on, this encoder gives other bytes for the same pictures once in some runs."""
 
 
 def count_pictures(path: Path, name: str) -> tuple[int, int, int]:
@@ -76,7 +84,7 @@ def _checked(pictures: Iterable[NDArray[np.uint8]], sizes: Sizes) -> Iterator[ND
 def write_video(path: Path, pictures: Iterable[NDArray[np.uint8]], sizes: Sizes) -> None:
     """Encodes and puts a video in place once it decodes to the right number of pictures.
 
-    One encoder thread keeps the bytes equal on every machine with the same codec build.
+    One thread and no look-ahead keep the bytes equal from run to run with the same codec build.
 
     Raises:
         DatasetError: the teacher gave another number or shape of pictures.
@@ -87,11 +95,13 @@ def write_video(path: Path, pictures: Iterable[NDArray[np.uint8]], sizes: Sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with av.open(str(scratch), "w", format="mp4", options={"movflags": "+faststart", "fflags": "+bitexact"}) as container:
-            stream = container.add_stream("libx264", rate=sizes.fps, options={"crf": "18", "preset": "medium", "threads": "1"})
+            stream = container.add_stream("libx264", rate=sizes.fps, options=_ENCODER)
             stream.width, stream.height, stream.pix_fmt = sizes.width, sizes.height, "yuv420p"
             stream.codec_context.thread_count = 1
+            reformatter = VideoReformatter()
             for picture in _checked(pictures, sizes):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")))
+                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+                container.mux(stream.encode(reformatter.reformat(frame, format="yuv420p", interpolation=_EXACT, threads=1)))
             container.mux(stream.encode(None))
         data = scratch.read_bytes()
     except FFmpegError as error:
