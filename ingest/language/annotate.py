@@ -223,7 +223,7 @@ def _row_faults(
     try:
         validate_camera_field(style, camera)
         if camera is not None and cameras is not None and camera not in cameras:
-            faults.append(("unknown_camera", f"camera {camera!r} is not one of {', '.join(sorted(cameras))}"))
+            faults.append(("camera_unknown", f"camera {camera!r} is not one of {', '.join(sorted(cameras))}"))
     except LanguageError as error:
         faults.append((error.kind, str(error)))
     if column == EVENT_COLUMN:
@@ -241,7 +241,7 @@ def _row_faults(
 
 def _time_faults(row: Row, grid: np.ndarray[Any, Any], tolerance_s: float) -> list[tuple[str, str]]:
     if row.get("timestamp") is None:
-        return [("event_missing_timestamp", "an event row needs the timestamp of its frame")]
+        return [("event_without_timestamp", "an event row needs the timestamp of its frame")]
     time = unwrap_number(row.get("timestamp"), "timestamp")
     if not len(grid) or not math.isfinite(time):
         return [("event_off_frame", f"{time} s is on no frame")]
@@ -267,7 +267,7 @@ def _episode_faults(rows: Sequence[Row]) -> list[tuple[str, str]]:
     questions = Counter((row.get("timestamp"), row.get("camera"), row.get("role")) for row in rows if row.get("style") == "vqa")
     for (time, camera, role), count in questions.items():
         if count > 1:
-            faults.append(("duplicate_vqa", f"{count} vqa rows with role {role} for {camera} at {time} s"))
+            faults.append(("vqa_duplicate", f"{count} vqa rows with role {role} for {camera} at {time} s"))
     return faults
 
 

@@ -92,6 +92,8 @@ class MessageTurn:
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES, "bad_role")
         _one_of("stream", self.stream, STREAMS, "bad_stream")
+        if cast("object", self.target) is None:
+            object.__setattr__(self, "target", False)
         if self.rules == "reelray" and not isinstance(self.target, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RecipeTypeError(f"must be true or false, found {self.target!r}", kind="bad_target", path=("target",))
         _check_content(self.content, self.tool_calls_from)
@@ -257,7 +259,7 @@ def _recipe(data: Mapping[str, Any], rules: Rules, *, component: bool) -> Traini
     values = _known_fields(data, TrainingRecipe, rules)
     if values.get("messages") is not None:
         with at("messages"):
-            turns = _typed(values["messages"], list, "a list of turns")
+            turns = _typed(values["messages"], list | tuple, "a list of turns")
             values["messages"] = [_turn(position, turn, rules) for position, turn in enumerate(turns)]
     if values.get("blend") is not None:
         if component:
@@ -268,7 +270,7 @@ def _recipe(data: Mapping[str, Any], rules: Rules, *, component: bool) -> Traini
             }
     if "requires" in values:
         with at("requires"):
-            names = _typed(values["requires"] if values["requires"] is not None else [], list, "a list of binding names")
+            names = _typed(values["requires"] if values["requires"] is not None else [], list | tuple, "a list of binding names")
             values["requires"] = [_typed(name, str, "a binding name") for name in names]
     return TrainingRecipe(**values, rules=rules)
 

@@ -11,7 +11,7 @@ from ingest.language.draw import draw_integer, unit_draw, weighted_choice
 from ingest.language.expressions import parse_expression
 from ingest.language.recipe import PLACEHOLDER, TASK, MessageTurn, TrainingRecipe
 from ingest.language.resolve import find_row
-from ingest.language.rows import Row, StateRows, mapping_rows, mapping_value, state_rows
+from ingest.language.rows import Row, StateRows, mapping_rows, mapping_value, state_rows, unwrap_number
 
 
 class Rendered(TypedDict):
@@ -77,9 +77,9 @@ def render_sample(
         LanguageError: a binding matches several rows, or rows are malformed.
     """
     state = state_rows(persistent)
-    frame = Frame(
-        state, mapping_rows(events), t, sample_index, task_text(sample_index, state, task, context, rephrasings_win=rephrasings_win)
-    )
+    text = task_text(sample_index, state, task, context, rephrasings_win=rephrasings_win)
+    # A float32 time would narrow the row times that it is compared with.
+    frame = Frame(state, mapping_rows(events), unwrap_number(t, "t"), sample_index, text)
     return render_branch(recipe, frame)[1]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ingest.errors import LanguageError
 from ingest.language.expressions import Expression, parse_expression
-from ingest.language.rows import Row, StateRows, mapping_rows, matches, state_rows
+from ingest.language.rows import Row, StateRows, mapping_rows, matches, state_rows, unwrap_number
 from ingest.language.styles import STATE_COLUMN, STYLES
 
 EMITTED_WINDOW_S = 0.1
@@ -40,7 +40,7 @@ def resolve(
     """
     if isinstance(expression, str):
         expression = parse_expression(expression)
-    return find_row(expression, state_rows(persistent), mapping_rows(events), t)
+    return find_row(expression, state_rows(persistent), mapping_rows(events), unwrap_number(t, "t"))
 
 
 def resolve_sequence(
@@ -52,11 +52,14 @@ def resolve_sequence(
     """``resolve`` over the frames of an episode; ``events`` has one list per time, or is None."""
     parsed = parse_expression(expression) if isinstance(expression, str) else expression
     rows = state_rows(persistent)
-    return [find_row(parsed, rows, mapping_rows(events[frame]) if events is not None else [], t) for frame, t in enumerate(times)]
+    return [
+        find_row(parsed, rows, mapping_rows(events[frame]) if events is not None else [], unwrap_number(t, "t"))
+        for frame, t in enumerate(times)
+    ]
 
 
 def find_row(expression: Expression, persistent: StateRows, events: Sequence[Row], t: float) -> Row | None:
-    """``resolve`` on rows that are known to be mappings."""
+    """``resolve`` on rows that are known to be mappings; ``t`` is a Python float, since a float32 would narrow the comparison."""
     if expression.function == "active_at":
         return _active(expression, persistent, t - expression.seconds_ago if expression.seconds_ago else t)
     if expression.function == "emitted_at":

@@ -73,18 +73,16 @@ def row_time(row: Row) -> float:
         LanguageKeyError: the row has none.
         LanguageTypeError: it is not a number.
     """
-    value = row.get("timestamp")
-    if value is None:
+    if "timestamp" not in row:
         raise LanguageKeyError(f"state row without timestamp: {dict(row)!r:.160}", kind="row_missing_timestamp", style=row.get("style"))
-    return unwrap_number(value, "timestamp")
+    return unwrap_number(row["timestamp"], "timestamp")
 
 
 def unwrap_number(value: Any, name: str) -> float:
     """A plain, NumPy or tensor scalar, or a list or array of exactly one, as a double.
 
     Raises:
-        LanguageError: a list or array of another length.
-        LanguageTypeError: not a number.
+        LanguageTypeError: not a number, or a list or array of another length.
     """
     value = unwrap_scalar(value, name)
     try:
@@ -98,7 +96,7 @@ def unwrap_scalar(value: Any, name: str) -> Any:
     if isinstance(value, list | tuple):
         items = cast("list[Any]", list(value))  # pyright: ignore[reportUnknownArgumentType]
         if len(items) != 1:
-            raise LanguageError(f"{name} of one sample must be a single value, found {len(items)} values", kind="not_a_scalar")
+            raise LanguageTypeError(f"{name} must be a single value, found {len(items)} values", kind="not_a_scalar")
         return unwrap_scalar(items[0], name)
     item = getattr(value, "item", None)
     if callable(item):

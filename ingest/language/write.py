@@ -129,7 +129,7 @@ def place_rows(
             column, stored = column_row(row, tools)
             if row.get("camera") is not None and cameras is not None and row["camera"] not in cameras:
                 raise LanguageError(
-                    f"camera {row['camera']!r} is not one of {', '.join(cameras)}", kind="unknown_camera", style=row.get("style")
+                    f"camera {row['camera']!r} is not one of {', '.join(cameras)}", kind="camera_unknown", style=row.get("style")
                 )
             if column == STATE_COLUMN:
                 stored["timestamp"] = float(np.float32(row_time(row)))
@@ -195,7 +195,7 @@ def _frame_of(row: Row, times: NDArray[np.float64]) -> int:
         return int(frame)
     if row.get("timestamp") is None:
         raise LanguageError(
-            "an event row needs the timestamp of its frame, or frame", kind="event_missing_timestamp", style=row.get("style")
+            "an event row needs the timestamp of its frame, or frame", kind="event_without_timestamp", style=row.get("style")
         )
     time = row_time(row)
     nearest = int(np.argmin(np.abs(times - time))) if len(times) else -1

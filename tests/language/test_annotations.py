@@ -117,11 +117,11 @@ def test_other_columns_survive_and_legacy_ones_leave(tmp_path):
             "nearest is frame 3 at 0.30000001192092896 s",
         ),
         ([{"role": "user", "content": "x", "style": "interjection", "frame": 12}], "event_off_frame", "the episode has 12"),
-        ([{"role": "user", "content": "x", "style": "interjection"}], "event_missing_timestamp", "frame"),
+        ([{"role": "user", "content": "x", "style": "interjection"}], "event_without_timestamp", "frame"),
         ([state_row("a", 0.5), state_row("b", 0.5)], "ambiguous_rows", "2 subtask rows"),
         ([say("a", frame=1), say("b", frame=1)], "ambiguous_rows", "frame 1: 2 rows"),
         ([vqa("user", "q", CAM0, frame=2)] * 2, "ambiguous_rows", "2 vqa rows"),
-        ([vqa("user", "q", "observation.images.left", frame=2)], "unknown_camera", "left"),
+        ([vqa("user", "q", "observation.images.left", frame=2)], "camera_unknown", "left"),
         ([state_row("a", float("nan"))], "bad_timestamp", "finite"),
         ([{"role": "assistant", "content": "x", "style": "grasp_hint", "timestamp": 0.0}], "unknown_style", "grasp_hint"),
     ],
@@ -407,16 +407,16 @@ def test_staging_findings_have_names_and_places():
     }
     report = check_staging(staged, grid, [CAM0])
     assert set(report.errors) == {
-        "event_missing_timestamp",
+        "event_without_timestamp",
         "interjection_without_speech",
         "interjection_without_plan_refresh",
         "vqa_answer_null",
         "vqa_answer_not_json",
         "vqa_answer_shape",
         "event_off_frame",
-        "unknown_camera",
+        "camera_unknown",
         "camera_required",
-        "duplicate_vqa",
+        "vqa_duplicate",
     }
     assert report.warnings == ["memory_off_boundary", "no_plan"]
     assert all(finding.message for finding in report.findings)

@@ -219,6 +219,15 @@ def test_named_resolvers():
     assert emitted_at(0.0, rows, [event("interjection", "user", "stop")], style="interjection")["content"] == "stop"
 
 
+def test_times_are_compared_as_doubles_whatever_type_they_come_in():
+    row = state("subtask", 0.7)
+    for t in (np.float32(0.7), np.asarray(np.float32(0.7)), [np.float32(0.7)]):
+        assert resolve("active_at(t, style=subtask)", [row], [], t) is None
+        assert render_sample(RECIPES["subtask_joint"], [row], [], t, 0, task="x")["target_message_indices"] == []
+    assert resolve("active_at(t, style=subtask)", [{**row, "timestamp": np.float32(0.7)}], [], np.float32(0.7)) is not None
+    assert resolve("active_at(t, style=subtask)", [{**row, "timestamp": [0.7]}], [], 0.7) is not None
+
+
 def test_malformed_rows_have_typed_errors():
     with pytest.raises(LanguageTypeError, match="row 0 must be a mapping"):
         resolve("emitted_at(t, role=user)", [], ["text"], 0.0)
@@ -226,6 +235,8 @@ def test_malformed_rows_have_typed_errors():
         resolve("active_at(t, style=plan)", [{"role": "user", "style": "plan"}], [], 0.0)
     with pytest.raises(KeyError):
         resolve("active_at(t, style=plan)", [{"role": "user", "style": "plan"}], [], 0.0)
+    with pytest.raises(TypeError, match="must be a number"):
+        resolve("active_at(t, style=plan)", [{"role": "user", "style": "plan", "timestamp": None}], [], 0.0)
     with pytest.raises(LanguageTypeError, match="must be a number"):
         resolve("active_at(t, style=plan)", [{"role": "user", "style": "plan", "timestamp": "soon"}], [], 0.0)
     step = RenderTrainingMessagesStep(RECIPES["subtask"])
