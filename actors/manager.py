@@ -88,7 +88,7 @@ class _Manager:
             ).remote(__version__)
             for number in range(count)
         ]
-        pings = [actor.ping.remote() for actor in actors]
+        pings: list[Any] = [actor.ping.remote() for actor in actors]
         ready, late = ray.wait(pings, num_returns=len(pings), timeout=settings.start_timeout_s)
         if late:
             for actor in actors:

@@ -12,14 +12,15 @@ from ingest import __version__
 
 if TYPE_CHECKING:
     from ingest.datasource import EpisodeDatasource, read_episodes
-    from ingest.engine import Dataset, iter_samples, open_dataset
+    from ingest.engine import Dataset, ReadOptions, iter_samples, open_dataset
     from ingest.plan import PlanSettings, plan_epoch
-    from train_integration.config import EpisodeDataConfig
+    from train_integration.config import EpisodeDataConfig, get_sample_stream
     from train_integration.options import StreamConfig
-    from train_integration.stream import SampleStream, get_sample_stream
+    from train_integration.stream import SampleStream
 
 _HOME = {
     "Dataset": "ingest.engine",
+    "ReadOptions": "ingest.engine",
     "open_dataset": "ingest.engine",
     "iter_samples": "ingest.engine",
     "PlanSettings": "ingest.plan",
@@ -29,10 +30,24 @@ _HOME = {
     "EpisodeDataConfig": "train_integration.config",
     "StreamConfig": "train_integration.options",
     "SampleStream": "train_integration.stream",
-    "get_sample_stream": "train_integration.stream",
+    "get_sample_stream": "train_integration.config",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = [
+    "Dataset",
+    "EpisodeDataConfig",
+    "EpisodeDatasource",
+    "PlanSettings",
+    "ReadOptions",
+    "SampleStream",
+    "StreamConfig",
+    "__version__",
+    "get_sample_stream",
+    "iter_samples",
+    "open_dataset",
+    "plan_epoch",
+    "read_episodes",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -82,6 +82,10 @@ class OrderRecord:
             return None
         return min(self._next_step.get((epoch, rank), start) for rank in open_ranks)
 
+    def last_step(self, epoch: int, start: int) -> int:
+        """Batches of ``epoch`` that the longest rank has delivered in this attempt."""
+        return max((step for (of, _), step in self._next_step.items() if of == epoch), default=start)
+
     def columns(self) -> Rows:
         """All rows, ordered by attempt, rank and step, with ``committed`` filled in."""
         parts = sorted(self._parts, key=lambda part: part.attempt)
@@ -122,6 +126,74 @@ def write_order(path: Path, columns: Rows) -> None:
     temporary.replace(path)
 
 
+class _Ledger:
+    """An `OrderRecord` for several ranks, as an actor. Ranks of one worker group join the same attempt."""
+
+    def __init__(self) -> None:
+        self._record = OrderRecord()
+        self._groups: dict[str, tuple[int, int]] = {}
+        self._counts: dict[str, float] = {}
+        self._first_batch_s: float | None = None
+        self._error: Exception | None = None
+        self._skips: dict[tuple[int, int, int], dict[str, object]] = {}
+
+    def join(self, group: str, world_size: int, epoch: int, segment: int, start: int) -> tuple[int, int, list[tuple[int, int, int]]]:
+        """Attempt number, batches from which the group goes on, and episodes skipped so far."""
+        if group not in self._groups:
+            batches = start
+            if self._groups:
+                _, before = next(reversed(self._groups.values()))
+                done = self._record.committed_batches(epoch, world_size, before)
+                batches = self._record.last_step(epoch, before) if done is None else done
+            attempt = self._record.begin(epoch=epoch, segment=segment, batches=batches)
+            self._groups[group] = (attempt, batches)
+        attempt, batches = self._groups[group]
+        return attempt, batches, list(self._skips)
+
+    def add_rows(self, attempt: int, segment: int, rank: int, rows: Rows | None, finished_epoch: int | None) -> bool:
+        """Takes rows of one rank; ``finished_epoch`` says that the rank has no more of that epoch.
+
+        Returns:
+            Whether the rank should go on: False once any rank has met an error that a new start would meet again.
+        """
+        empty = {"step": np.empty(0, np.int64), "epoch": np.empty(0, np.int64)}
+        self._record.add(attempt, segment, rank, empty if rows is None else rows, finished_epoch=finished_epoch)
+        return self._error is None
+
+    def fail(self, error: Exception) -> None:
+        """Notes an error that a new start would meet again; the first one counts."""
+        self._error = self._error or error
+
+    def error(self) -> Exception | None:
+        """The first such error, if any."""
+        return self._error
+
+    def skipped(self, dataset: int, episode: int, step: int, record: dict[str, object]) -> None:
+        """Notes an episode that a rank dropped."""
+        self._skips.setdefault((dataset, episode, step), record)
+
+    def finish_rank(self, counts: dict[str, float], first_batch_s: float | None) -> None:
+        """Takes a rank's totals."""
+        for name, amount in counts.items():
+            self._counts[name] = self._counts.get(name, 0.0) + amount
+        if first_batch_s is not None:
+            self._first_batch_s = max(first_batch_s, self._first_batch_s or 0.0)
+
+    def columns(self) -> Rows:
+        """All rows; see `OrderRecord.columns`."""
+        return self._record.columns()
+
+    def summary(self) -> dict[str, Any]:
+        """Totals, time to the first batch, attempts and skipped episodes."""
+        return {
+            "counts": self._counts,
+            "first_batch_s": self._first_batch_s,
+            "attempts": len(self._groups),
+            "skips": list(self._skips),
+            "damage": list(self._skips.values()),
+        }
+
+
 def start_ledger() -> Any:
-    """An `OrderRecord` as an actor owned by the caller's driver; it reserves no CPU."""
-    return ray.remote(OrderRecord).options(num_cpus=0).remote()
+    """A ledger actor owned by the calling driver; it reserves no CPU."""
+    return ray.remote(_Ledger).options(num_cpus=0).remote()

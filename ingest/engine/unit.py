@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ingest.video.spans import PictureSpan, picture_span
-from ingest.video.tables import SampleTable
+from ingest.video.tables import SampleTable, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,23 @@ def _cut(table: SampleTable, span: PictureSpan, size: int) -> SampleTable:
         presented=table.presented[pictures].astype(np.int64) - lo,
         presented_pts=table.presented_pts[pictures].astype(np.int64),
         sample_pts=table.sample_pts[lo:hi],
+        gop_xxh3=None,
     )
 
 
-_ARRAYS = tuple(field.name for field in fields(SampleTable) if "Ints" in str(field.type) or "NDArray" in str(field.type))
+_ARRAYS = (
+    "offsets",
+    "sizes",
+    "durations",
+    "composition",
+    "dts",
+    "sync",
+    "starts",
+    "descriptions",
+    "presented",
+    "presented_pts",
+    "sample_pts",
+)
 _BYTES = ("ftyp", "stsd")
 
 
@@ -188,7 +201,8 @@ def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
         entry["numbers"], entry["origin"] = put(track.numbers), put(track.origin)
         entry["payload"] = [start, start + len(track.data)]
         entry["arrays"] = {name: put(np.asarray(table[name])) for name in _ARRAYS}
-        entry["table"] = {name: value.hex() if name in _BYTES else value for name, value in table.items() if name not in _ARRAYS}
+        scalars = {name: value for name, value in table.items() if name not in _ARRAYS}
+        entry["table"] = scalars | {name: scalars[name].hex() for name in _BYTES} | {"timeline": asdict(track.table.timeline)}
         description["tracks"].append(entry)
         start += len(track.data)
     text = json.dumps(description, separators=(",", ":")).encode()
@@ -223,6 +237,7 @@ def unpack_unit(header: bytes | memoryview, payload: bytes | memoryview) -> Unit
         numbers_of_file, origin = take(entry["numbers"]), take(entry["origin"])
         arrays: dict[str, Any] = {name: take(shape_of) for name, shape_of in entry["arrays"].items()}
         scalars: dict[str, Any] = {name: bytes.fromhex(value) if name in _BYTES else value for name, value in entry["table"].items()}
+        scalars["timeline"] = Timeline(**scalars["timeline"])
         table = SampleTable(**scalars, **arrays)
         start, stop = entry["payload"]
         tracks[entry["camera"]] = Track(entry["camera"], table.path, entry["first"], numbers_of_file, origin, table, view[start:stop])

@@ -1,0 +1,38 @@
+"""Trajectory checks as Ray tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import ray
+import torch
+
+from ingest.prefeature.validate import Mapper, Outcome, check_trajectory
+
+
+@ray.remote(num_cpus=1, max_retries=3)
+def _check(root: str, case_id: int, action_id: int, full: bool) -> Outcome:
+    torch.set_num_threads(1)
+    return check_trajectory(Path(root), case_id, action_id, full=full)
+
+
+def ray_mapper(root: Path, *, full: bool, in_flight: int = 64) -> Mapper:
+    """Runs one task per trajectory, at most ``in_flight`` at a time; only findings and hashes travel back."""
+
+    def run(pairs: list[tuple[int, int]]) -> Iterable[Outcome]:
+        return _stream(str(root), pairs, full, in_flight)
+
+    return run
+
+
+def _stream(root: str, pairs: list[tuple[int, int]], full: bool, in_flight: int) -> Iterator[Outcome]:
+    waiting: list[ray.ObjectRef[Outcome]] = []
+    for case_id, action_id in pairs:
+        if len(waiting) >= in_flight:
+            ready, waiting = ray.wait(waiting, num_returns=1)
+            yield ray.get(ready[0])
+        waiting.append(_check.remote(root, case_id, action_id, full))
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1)
+        yield ray.get(ready[0])

@@ -1,0 +1,175 @@
+"""Options that several commands share, and how they become settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from ingest.engine.spec import ReadOptions
+from ingest.errors import SettingsError
+from ingest.lerobot.selection import parse_episodes
+from ingest.plan import PlanSettings
+from ingest.settings import DEFAULT_STREAMING_SEED
+
+Source = Annotated[str, tyro.conf.Positional]
+"""Location of a dataset: a directory, OWNER/NAME, hf://…, s3://…, https://…, or another fsspec URL."""
+
+Flat = tyro.conf.OmitArgPrefixes
+Strategy = Literal["lanes", "remaining", "round_robin", "sequential", "episode_sequential", "reservoir"]
+Tail = Literal["exact", "drop_tail", "pad", "loop"]
+Share = Literal["episodes", "frame_exact", "cost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadArguments:
+    """What is read of a dataset."""
+
+    episodes: str | None = None
+    """Episodes to read, for example 1,3; their order is the selection order."""
+    exclude_episodes: str | None = None
+    """Episodes to leave out."""
+    cameras: str | None = None
+    """Cameras to deliver, separated by commas; all by default."""
+    delta_timestamps: str | None = None
+    """Windows as JSON: {"observation.images.top": [-0.1, 0.0], "action": [0.0, 0.1]} (seconds)."""
+    tolerance_s: float = 1e-4
+    """Most that a window offset or a picture time may deviate, in seconds."""
+    strict_time: bool = False
+    """Picture times off by more than tolerance_s are errors instead of warnings."""
+    image_size: tuple[int, int] | None = None
+    """Height and width to which pictures are resized while they are decoded."""
+    damage: Literal["error", "skip_episode"] = "error"
+    """What to do about damaged episodes."""
+
+    def options(self) -> ReadOptions:
+        """As the engine's options."""
+        return ReadOptions(
+            cameras=None if self.cameras is None else tuple(part.strip() for part in self.cameras.split(",") if part.strip()),
+            delta_timestamps=parse_windows(self.delta_timestamps),
+            tolerance_s=self.tolerance_s,
+            strict_time=self.strict_time,
+            image_size=self.image_size,
+        )
+
+    def selected(self, text: str | None) -> tuple[int, ...] | None:
+        """Episode numbers out of an option's text."""
+        return None if text is None else tuple(parse_episodes(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderArguments:
+    """What decides the order."""
+
+    world_size: int = 1
+    """Training ranks."""
+    workers: int = 0
+    """Consumers inside each rank, each with its own pool and share; more than a rank has episodes are clamped."""
+    batch_size: int = 8
+    """Samples of a batch."""
+    epoch: int = 0
+    """Epoch number."""
+    seed: int | None = DEFAULT_STREAMING_SEED
+    """Order seed; None is the fixed streaming seed 42."""
+    strategy: Strategy = "remaining"
+    """Order mode; lanes is the native one."""
+    pool_size: int | None = None
+    """Episodes mixed by each worker; 32 / workers when unset."""
+    byte_budget_gb: float = 8.0
+    """GiB of compressed pictures per rank."""
+    lanes: int | None = None
+    """Lanes of the native order."""
+    lane_frames: int | None = 64
+    """Frames of one unit of the native order, at most; None keeps whole episodes."""
+    share: Share = "episodes"
+    """How ranks share the episodes."""
+    tail: Tail = "exact"
+    """What happens at the end of an epoch where ranks differ."""
+    shuffle: bool = True
+    """Off replays epoch 0 in every epoch."""
+    dp_rank: int | None = None
+    """Deliver only this data-parallel rank."""
+    dp_size: int | None = None
+    """Data-parallel size, where it differs from the world size."""
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel size."""
+        return self.world_size if self.dp_size is None else self.dp_size
+
+    def settings(self) -> PlanSettings:
+        """As the planner's settings."""
+        if self.dp_rank is not None and not 0 <= self.dp_rank < self.ranks:
+            raise SettingsError(f"dp_rank must be in 0..{self.ranks - 1}, found {self.dp_rank}")
+        if self.byte_budget_gb <= 0:
+            raise SettingsError(f"byte_budget_gb must be positive, found {self.byte_budget_gb}")
+        return PlanSettings(
+            strategy=self.strategy,
+            seed=DEFAULT_STREAMING_SEED if self.seed is None else self.seed,
+            world_size=self.ranks,
+            workers=self.workers,
+            batch_size=self.batch_size,
+            pool_size=self.pool_size,
+            byte_budget=int(self.byte_budget_gb * 2**30),
+            lanes=self.lanes,
+            share=self.share,
+            tail=self.tail,
+            shuffle=self.shuffle,
+            clamp_workers=True,
+        )
+
+
+def parse_windows(text: str | None) -> dict[str, list[float]] | None:
+    """Windows from JSON text.
+
+    Raises:
+        SettingsError: it is not an object of lists of numbers.
+    """
+    if text is None:
+        return None
+    try:
+        loaded = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"delta_timestamps is not JSON: {error}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(offsets, list) for offsets in loaded.values()):
+        raise SettingsError("delta_timestamps must be a JSON object with a list of seconds for each feature")
+    return loaded
+
+
+def print_json(value: object) -> None:
+    """Writes one JSON document to standard output."""
+    json.dump(value, sys.stdout, indent=2, default=str)
+    print()
+
+
+def print_table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
+    """Writes a plain table with aligned columns; numbers to the right."""
+    texts = [list(header)] if header else []
+    texts += [[_text(value) for value in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))] if texts else []
+    for number, row in enumerate(texts):
+        source = rows[number - bool(header)] if not header or number else ()
+        cells = [
+            text.rjust(width)
+            if source and isinstance(source[column], int | float) and not isinstance(source[column], bool)
+            else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def print_facts(facts: Mapping[str, object]) -> None:
+    """Writes names and values, one pair on a line."""
+    print_table([(name, value if isinstance(value, str) else _text(value)) for name, value in facts.items()])

@@ -1,0 +1,130 @@
+"""``reelray stream``: deliver an epoch, and record what was delivered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from ingest.errors import SettingsError
+from ingest.plan import plan_epoch
+from reelray.commands.common import Flat, OrderArguments, ReadArguments, Source, print_facts, print_json
+from train_integration.options import StreamConfig, open_stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Deliver an epoch through Ray (or in one process) and report what was delivered."""
+
+    src: Source
+    """Location of the dataset."""
+    order_options: Flat[OrderArguments] = field(default_factory=OrderArguments)
+    read: Flat[ReadArguments] = field(default_factory=ReadArguments)
+    engine: Literal["ray", "local"] = "ray"
+    """Ray Train workers with read tasks and decode actors, or the single-process engine."""
+    order: Path | None = None
+    """Write the order of delivery to this parquet file, with a digest of every picture."""
+    digests: bool = True
+    """Add digest:<camera> columns to the order file."""
+    max_steps: int | None = None
+    """Stop after that many batches per rank."""
+    cursor_in: Path | None = None
+    """Go on where this cursor file stands."""
+    cursor_out: Path | None = None
+    """Write the position reached to this file."""
+    decode: Literal["pool", "inline"] = "pool"
+    """Decode in the node's actors, or in threads of each rank."""
+    decode_actors: int | None = None
+    """Decode actors per node; the node's free CPUs when unset."""
+    decoded_budget_gb: float | None = None
+    """GiB of decoded pictures per rank; a share of the node's memory when unset."""
+    prefetch_batches: int = 4
+    """Finished batches kept ahead."""
+    step_s: float = 0.0
+    """Seconds that each rank spends on a batch, to imitate training."""
+    max_failures: int = 20
+    """Worker groups that may be lost before the run is given up."""
+    address: str | None = None
+    """Ray cluster to join; a local one is started when unset."""
+    json: bool = False
+    """Print the report as JSON."""
+
+    def run(self) -> int:
+        """Delivers and reports."""
+        from train_integration.delivery import deliver_locally, deliver_through_ray, read_cursor, write_cursor
+        from train_integration.ledger import write_order
+
+        if self.max_steps is not None and self.max_steps < 0:
+            raise SettingsError(f"max_steps must be 0 or more, found {self.max_steps}")
+        order = self.order_options
+        config = StreamConfig(
+            plan=order.settings(),
+            read=self.read.options(),
+            damage=self.read.damage,
+            decode=self.decode,
+            decoded_budget_gb=self.decoded_budget_gb,
+            byte_budget_gb=order.byte_budget_gb,
+            prefetch_batches=self.prefetch_batches,
+            lane_frames=order.lane_frames,
+            episodes=self.read.selected(self.read.episodes),
+            exclude_episodes=self.read.selected(self.read.exclude_episodes),
+        )
+        description, dataset = open_stream(self.src, config)
+        cursor = read_cursor(self.cursor_in) if self.cursor_in is not None else None
+        settings = description.with_topology(world_size=order.ranks)
+        if self.engine == "local" or order.dp_rank is not None:
+            plan = plan_epoch(description.units, settings, cursor, epoch=order.epoch)
+            ranks = list(range(order.ranks)) if order.dp_rank is None else [order.dp_rank]
+            summary = deliver_locally(dataset, description, plan, ranks=ranks, max_steps=self.max_steps, digests=self.digests)
+        else:
+            from actors.manager import PoolSettings
+            from train_integration.cluster import ray_session
+
+            with ray_session(cpus=order.ranks + (self.decode_actors or 2), address=self.address):
+                summary = deliver_through_ray(
+                    replace(description, config=replace(description.config, plan=settings)),
+                    world_size=order.ranks,
+                    cursor=cursor,
+                    epoch=order.epoch,
+                    max_steps=self.max_steps,
+                    digests=self.digests,
+                    pool=PoolSettings(actors=self.decode_actors),
+                    max_failures=self.max_failures,
+                    step_s=self.step_s,
+                )
+        if self.order is not None:
+            write_order(self.order, summary.rows)
+        if self.cursor_out is not None:
+            write_cursor(self.cursor_out, summary.cursor)
+        committed = summary.rows["committed"] & ~summary.rows["is_pad"]
+        delivered = int(np.count_nonzero(committed))
+        distinct = len(np.unique(summary.rows["index"][committed]))
+        report: dict[str, object] = {
+            "dataset": self.src,
+            "selected_episodes": dataset.num_episodes,
+            "selected_frames": dataset.num_frames,
+            "delivered": delivered,
+            "distinct": distinct,
+            "duplicated": delivered - distinct,
+            "replayed": int(np.count_nonzero(~summary.rows["committed"])),
+            "padded": int(np.count_nonzero(summary.rows["is_pad"] & summary.rows["committed"])),
+            "ranks": order.ranks,
+            "steps": int(summary.rows["step"].max()) + 1 if len(summary.rows["step"]) else 0,
+            "attempts": summary.attempts,
+            "skipped": summary.skipped,
+            "seconds": round(summary.seconds, 3),
+            "first_batch_s": summary.first_batch_s,
+            "samples_per_s": delivered / summary.seconds if summary.seconds else 0.0,
+            "counters": summary.counts,
+            "payload_checked": False,
+        }
+        if self.json:
+            print_json(report)
+        else:
+            shown = {name: value for name, value in report.items() if name not in {"counters", "skipped"}}
+            print_facts({name.replace("_", " "): "none" if value is None else value for name, value in shown.items()})
+            for record in summary.skipped:
+                print(f"skipped episode {record['episode']} ({record['frames']} frames): {record['message']}")
+        return 0

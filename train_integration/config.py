@@ -1,0 +1,184 @@
+"""The hand-off to Ray Train: a small shard object per rank instead of a split dataset.
+
+Ray's own split cuts episodes across ranks and drops rows, and one rank that stops hangs the others. Here every rank
+gets its rank, the world size and references to what was described once; it builds its own reads from the plan.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+import ray.train
+from ray.actor import ActorHandle
+from ray.train import DataConfig
+
+from actors.pool_client import DecodePoolClient
+from ingest.engine.counters import Counters
+from ingest.errors import ResourceUnavailableError, SettingsError
+from ingest.plan import Cursor
+from train_integration.decoding import DecodeBackend, InlineDecoding, PoolDecoding
+from train_integration.feed import RayFeed
+from train_integration.options import StreamDescription, decoded_budget_bytes
+from train_integration.stream import SampleStream
+
+_MIN_OBJECT_STORE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StreamHandles:
+    """A described stream on a cluster: references that the driver owns, so they outlive Train workers.
+
+    Attributes:
+        description: the `StreamDescription`.
+        job: its `ReadJob`, apart, because read tasks need nothing else.
+        manager: the service manager, or None for inline decoding.
+        location: dataset location, for messages.
+        cursor: where a run without a checkpoint starts, as JSON; None for the start.
+        max_steps: end each epoch after that many batches; None delivers it whole.
+    """
+
+    description: ray.ObjectRef[StreamDescription]
+    job: ray.ObjectRef[Any]
+    manager: ActorHandle | None
+    location: str
+    cursor: str | None = None
+    max_steps: int | None = None
+
+
+def publish_stream(description: StreamDescription, manager: ActorHandle | None, **options: Any) -> StreamHandles:
+    """Puts a description where every rank of the cluster finds it. Call it in the driver."""
+    if description.config.decode == "pool" and manager is None:
+        raise SettingsError("decode='pool' needs a service manager: pass actors.manager.start_manager()")
+    return StreamHandles(ray.put(description), ray.put(description.job), manager, description.job.source.store.url, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """What one Train worker gets from `ray.train.get_dataset_shard`.
+
+    Attributes:
+        handles: the described stream.
+        rank: rank of the worker.
+        world_size: workers of this group.
+        ranks_on_node: workers of this group on the same node; they share its memory.
+        attempt: names the worker group, equal on all its ranks.
+    """
+
+    handles: StreamHandles
+    rank: int
+    world_size: int
+    ranks_on_node: int
+    attempt: str
+
+    def open(self, *, cursor: Cursor | None = None, output: Any = "torch") -> SampleStream:
+        """Opens the rank's stream in the calling process."""
+        handles = self.handles
+        description: StreamDescription = ray.get(handles.description)
+        if cursor is None and handles.cursor is not None:
+            cursor = Cursor.from_json(handles.cursor)
+        return SampleStream(
+            description,
+            self.rank,
+            self.world_size,
+            RayFeed(handles.job, self._object_store_share()),
+            self._backend(description),
+            decoded_bytes=decoded_budget_bytes(description.config, self.ranks_on_node),
+            cursor=cursor,
+            max_steps=handles.max_steps,
+            output=output,
+        )
+
+    def _object_store_share(self) -> int:
+        total = float(ray.cluster_resources().get("object_store_memory", 0.0))
+        nodes = max(1, sum(1 for node in ray.nodes() if node["Alive"]))
+        return max(_MIN_OBJECT_STORE_BYTES, int(total / nodes * 0.5 / self.ranks_on_node))
+
+    def _backend(self, description: StreamDescription) -> Any:
+        handles, config = self.handles, description.config
+        if config.decode == "inline":
+            return lambda counters: InlineDecoding(config.decode_threads, handles.location, counters)
+        manager = handles.manager
+        if manager is None:
+            raise ResourceUnavailableError("this stream decodes in a pool, but was published without a service manager")
+
+        def backend(counters: Counters) -> DecodeBackend:
+            node_id = ray.get_runtime_context().get_node_id()
+            actors = ray.get(manager.decode_pool.remote(node_id))
+
+            def forget(token: bytes) -> None:
+                for actor in actors:
+                    actor.forget.remote(token)
+
+            return PoolDecoding(DecodePoolClient(actors, counters), handles.location, forget)
+
+        return backend
+
+
+class EpisodeDataConfig(DataConfig):
+    """Gives every Train worker a `RankShard`. Pass it as ``dataset_config`` of a trainer.
+
+    The trainer's ``datasets`` needs an entry of the same name; it is never read::
+
+        TorchTrainer(loop, datasets=placeholder(), dataset_config=EpisodeDataConfig(handles), …)
+
+    Args:
+        streams: described streams by dataset name, or one for the name ``train``.
+    """
+
+    def __init__(self, streams: StreamHandles | dict[str, StreamHandles]) -> None:
+        super().__init__()
+        self._streams = streams if isinstance(streams, dict) else {"train": streams}
+
+    def configure(
+        self,
+        datasets: Any,
+        world_size: int,
+        worker_handles: Any = None,  # noqa: ARG002 - the signature is Ray's
+        worker_node_ids: list[str] | None = None,
+        **_: Any,
+    ) -> list[dict[str, Any]]:
+        """Called by Ray Train at every start of a worker group, also after failures and resizes."""
+        per_node = Counter(worker_node_ids or [])
+        attempt = uuid.uuid4().hex[:12]
+        return [
+            {
+                name: RankShard(handles, rank, world_size, per_node[worker_node_ids[rank]] if worker_node_ids else world_size, attempt)
+                for name, handles in self._streams.items()
+                if name in datasets
+            }
+            for rank in range(world_size)
+        ]
+
+
+def placeholder(*names: str) -> dict[str, Any]:
+    """The ``datasets`` argument that a trainer needs beside `EpisodeDataConfig`."""
+    return dict.fromkeys(names or ("train",), _nothing)
+
+
+def _nothing() -> None:
+    """Stands for a dataset; `EpisodeDataConfig` never looks at it."""
+
+
+def get_sample_stream(
+    name: str = "train", *, dp_rank: int | None = None, dp_size: int | None = None, output: Any = "torch"
+) -> SampleStream:
+    """The stream of the Train worker that calls it.
+
+    Args:
+        name: dataset name.
+        dp_rank: data-parallel rank, where it differs from the world rank (tensor or pipeline parallelism).
+        dp_size: data-parallel size.
+        output: ``torch`` tensors or ``numpy`` arrays.
+    """
+    shard: Any = ray.train.get_dataset_shard(name)
+    if not isinstance(shard, RankShard):
+        raise SettingsError(f"the trainer's dataset {name!r} is not a reelray stream: pass dataset_config=EpisodeDataConfig(...)")
+    if (dp_rank is None) != (dp_size is None):
+        raise SettingsError("give dp_rank and dp_size together")
+    if dp_rank is not None and dp_size is not None:
+        shard = replace(shard, rank=dp_rank, world_size=dp_size)
+    return shard.open(output=output)

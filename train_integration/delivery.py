@@ -1,0 +1,238 @@
+"""Deliver an epoch without training on it: through Ray Train workers, or in one process.
+
+Behind `reelray stream`. Every rank's rows go to the ledger as they are delivered; when the group of ranks starts again
+after a loss, it goes on where all ranks had delivered, and what was delivered beyond is marked as not committed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+import ray.train
+from ray.exceptions import RayError
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from actors.manager import PoolSettings, start_manager
+from ingest.engine.dataset import Dataset
+from ingest.errors import CursorError, ReelrayError
+from ingest.plan import Cursor, EpochPlan, plan_epoch
+from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
+from train_integration.ledger import OrderRecord, Rows, start_ledger
+from train_integration.options import StreamDescription
+from train_integration.recording import joined, order_rows
+from train_integration.stream import Delivery
+
+_ROWS_PER_MESSAGE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverySummary:
+    """What a delivery did.
+
+    Attributes:
+        rows: order rows of every rank and attempt.
+        cursor: position after it.
+        counts: counter totals of all ranks.
+        seconds: wall seconds from the first rank's start to the last batch.
+        first_batch_s: seconds to the first batch of the slowest rank; None when nothing was delivered.
+        attempts: worker groups that were started.
+        skipped: episodes dropped by the damage policy, as plain dictionaries.
+    """
+
+    rows: Rows
+    cursor: Cursor
+    counts: dict[str, float]
+    seconds: float
+    first_batch_s: float | None
+    attempts: int
+    skipped: list[dict[str, object]]
+
+
+def deliver_locally(
+    dataset: Dataset, description: StreamDescription, plan: EpochPlan, *, ranks: list[int], max_steps: int | None, digests: bool
+) -> DeliverySummary:
+    """Delivers ranks one after another with the single-process engine."""
+    record = OrderRecord()
+    attempt = record.begin(epoch=plan.epoch, segment=len(plan.cursor.segments) - 1, batches=plan.cursor.batches)
+    start = time.perf_counter()
+    first: float | None = None
+    segment = len(plan.cursor.segments) - 1
+    for rank in ranks:
+        for planned, batch in dataset.iter_batches(plan, rank, max_steps=max_steps):
+            first = time.perf_counter() - start if first is None else first
+            units = plan.units
+            delivery = Delivery(
+                plan.epoch,
+                segment,
+                planned.step,
+                planned.worker,
+                units.dataset[planned.unit],
+                units.episode[planned.unit],
+                planned.frame,
+                planned.position,
+                planned.is_pad,
+            )
+            record.add(attempt, segment, rank, order_rows(delivery, rank, batch, dataset.spec.cameras, digests=digests))
+    reached = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
+    seconds = time.perf_counter() - start
+    totals = dataset.counters.totals()
+    return DeliverySummary(record.columns(), plan.cursor_at(reached), totals, seconds, first, 1, description.damage.to_json())
+
+
+def deliver_through_ray(
+    description: StreamDescription,
+    *,
+    world_size: int,
+    cursor: Cursor | None,
+    epoch: int,
+    max_steps: int | None,
+    digests: bool,
+    pool: PoolSettings | None = None,
+    max_failures: int = 20,
+    step_s: float = 0.0,
+) -> DeliverySummary:
+    """Delivers an epoch through Ray Train workers, Ray Data reads and the decode pool, and survives their loss.
+
+    Args:
+        description: what to deliver.
+        world_size: Train workers.
+        cursor: where to start; None for the start of ``epoch``.
+        epoch: epoch number without a cursor.
+        max_steps: batches per rank, at most.
+        digests: whether order rows carry picture digests.
+        pool: decode actors per node.
+        max_failures: worker groups that may be lost.
+        step_s: seconds that each rank spends on a batch, to imitate a training step.
+
+    Raises:
+        ReelrayError: of the kind that stopped a rank.
+    """
+    settings = description.with_topology(world_size=world_size)
+    plan = plan_epoch(description.units, settings, cursor, epoch=epoch)
+    manager = start_manager(pool) if description.config.decode == "pool" else None
+    ledger = start_ledger()
+    shared = replace(description, config=replace(description.config, plan=settings, epochs=1))
+    handles = publish_stream(shared, manager, cursor=plan.cursor.to_json(), max_steps=max_steps)
+    start = time.perf_counter()
+    with TemporaryDirectory(prefix="reelray-stream-") as folder:
+        trainer: Any = DataParallelTrainer(
+            _deliver,
+            train_loop_config={"ledger": ledger, "digests": digests, "max_steps": max_steps, "step_s": step_s},
+            scaling_config=ScalingConfig(num_workers=world_size, resources_per_worker={"CPU": 1}),
+            datasets=placeholder(),
+            dataset_config=EpisodeDataConfig(handles),
+            run_config=RunConfig(name="reelray-stream", storage_path=folder, failure_config=FailureConfig(max_failures=max_failures)),
+        )
+        try:
+            trainer.fit()
+        except Exception as error:
+            raise typed_cause(error) from error
+    seconds = time.perf_counter() - start
+    failed: Exception | None = ray.get(ledger.error.remote())
+    if failed is not None:
+        raise failed
+    rows: Rows = ray.get(ledger.columns.remote())
+    summary: dict[str, Any] = ray.get(ledger.summary.remote())
+    reached = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
+    after = plan.cursor
+    for skip in summary["skips"]:
+        after = after.skip(*skip)
+    after = after.next_epoch() if reached >= plan.steps else after.advance(reached - plan.cursor.batches)
+    skipped = [*description.damage.to_json(), *summary["damage"]]
+    return DeliverySummary(rows, after, summary["counts"], seconds, summary["first_batch_s"], summary["attempts"], skipped)
+
+
+def typed_cause(error: BaseException) -> Exception:
+    """The typed error behind whatever Ray wrapped it in, or the error itself."""
+    seen: set[int] = set()
+    stack: list[Any] = [error]
+    while stack:
+        found = stack.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, ReelrayError):
+            return found
+        stack += [found.__cause__, found.__context__, getattr(found, "cause", None), getattr(found, "training_failures", None)]
+        worker_failures = getattr(found, "worker_failures", None) or {}
+        stack += list(worker_failures.values())
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+def _deliver(config: dict[str, Any]) -> None:
+    """What each Train worker runs."""
+    shard: Any = ray.train.get_dataset_shard("train")
+    assert isinstance(shard, RankShard)  # made by EpisodeDataConfig
+    ledger, digests, limit = config["ledger"], config["digests"], config["max_steps"]
+    base = Cursor.from_json(shard.handles.cursor or "")
+    number, batches, skips = ray.get(ledger.join.remote(shard.attempt, shard.world_size, base.epoch, len(base.segments) - 1, base.batches))
+    cursor = base
+    for skip in skips:
+        cursor = cursor.skip(*skip)
+    cursor = cursor.advance(batches - base.batches)
+    if limit is not None:
+        shard = replace(shard, handles=replace(shard.handles, max_steps=limit - (batches - base.batches)))
+    if shard.handles.max_steps == 0:
+        return
+    try:
+        _deliver_rank(shard, cursor, ledger, number, digests=digests, step_s=config["step_s"])
+    except RayError:
+        raise
+    except Exception as error:
+        # Whatever this code raised would come again at every new start; the driver raises it once all ranks have stopped.
+        ray.get(ledger.fail.remote(error))
+
+
+def _deliver_rank(shard: RankShard, cursor: Cursor, ledger: Any, attempt: int, *, digests: bool, step_s: float) -> None:
+    parts: list[Rows] = []
+    pending: list[ray.ObjectRef[Any]] = []
+
+    def send(*, finished: bool) -> bool:
+        rows = joined(parts) if parts else None
+        parts.clear()
+        pending.append(ledger.add_rows.remote(attempt, stream.segment, shard.rank, rows, cursor.epoch if finished else None))
+        # Wait for the message before, so that a slow ledger slows the rank down instead of filling memory.
+        return bool(ray.get(pending.pop(0))) if len(pending) > 1 else True
+
+    with shard.open(cursor=cursor, output="numpy") as stream:
+        told = len(stream.damage.records)
+        for batch in stream:
+            delivery = stream.delivery
+            assert delivery is not None  # set with every batch
+            if step_s:
+                time.sleep(step_s)
+            parts.append(order_rows(delivery, shard.rank, batch, stream.description.job.spec.cameras, digests=digests))
+            if (sum(len(part["step"]) for part in parts) >= _ROWS_PER_MESSAGE or step_s) and not send(finished=False):
+                return
+            for record in stream.damage.records[told:]:
+                ledger.skipped.remote(record.dataset, record.episode, record.step, asdict(record))
+            told = len(stream.damage.records)
+        send(finished=True)
+        ray.get(pending)
+        ray.get(ledger.finish_rank.remote(stream.counters.totals(), stream.first_batch_s))
+
+
+def write_cursor(path: Path, cursor: Cursor) -> None:
+    """Writes a cursor file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(cursor.to_json() + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_cursor(path: Path) -> Cursor:
+    """Reads a cursor file.
+
+    Raises:
+        CursorError: the file cannot be read or is no cursor.
+    """
+    try:
+        return Cursor.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CursorError(f"{path}: the cursor file cannot be read: {error}") from error

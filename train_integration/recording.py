@@ -1,0 +1,57 @@
+"""Order rows of delivered batches, with digests of the very bytes that were delivered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ingest.engine.assemble import Sample
+from train_integration.ledger import Rows
+from train_integration.stream import Delivery
+
+
+def order_rows(delivery: Delivery, rank: int, batch: Sample, cameras: Sequence[str], *, digests: bool = True) -> Rows:
+    """The order rows of one batch.
+
+    Args:
+        delivery: which samples the batch holds.
+        rank: data-parallel rank.
+        batch: as delivered, NumPy.
+        cameras: cameras to digest.
+        digests: whether to add ``digest:<camera>`` columns: xxh3-64 of the picture's HWC bytes (of all window pictures,
+            one after another).
+    """
+    size = len(delivery.frame)
+    rows: Rows = {
+        "dataset": delivery.dataset.astype(np.int32),
+        "epoch": np.full(size, delivery.epoch, np.int64),
+        "rank": np.full(size, rank, np.int32),
+        "worker": np.full(size, delivery.worker, np.int32),
+        "step": np.full(size, delivery.step, np.int64),
+        "position": delivery.position.astype(np.int64),
+        "episode_index": delivery.episode.astype(np.int64),
+        "frame_index": delivery.frame.astype(np.int64),
+        "index": np.asarray(batch["index"], dtype=np.int64).reshape(size),
+        "is_pad": delivery.is_pad.copy(),
+        "committed": np.ones(size, np.bool_),
+        "t_ns": np.full(size, time.time_ns(), np.int64),
+    }
+    if digests:
+        rows.update({f"digest:{camera}": picture_digests(batch[camera]) for camera in cameras})
+    return rows
+
+
+def picture_digests(pictures: Any) -> NDArray[np.uint64]:
+    """xxh3-64 of each sample's pictures, HWC: uint64[B] from (B, C, H, W) or (B, T, C, H, W)."""
+    channels_last = np.moveaxis(np.asarray(pictures), -3, -1)
+    return np.array([xxhash.xxh3_64_intdigest(np.ascontiguousarray(one).data) for one in channels_last], dtype=np.uint64)
+
+
+def joined(parts: Sequence[Mapping[str, NDArray[Any]]]) -> Rows:
+    """Rows of several batches as one."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
