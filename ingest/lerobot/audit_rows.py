@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ingest.errors import DatasetError, ReelrayError, RowsError
 from ingest.lerobot.columns import numeric_values
+from ingest.lerobot.episodes import group_files
 from ingest.lerobot.findings import Finding, Findings, Severity
 from ingest.lerobot.images import decode_cell
 from ingest.lerobot.info import Feature
@@ -79,7 +80,7 @@ class RowAudit:
         table = self.source.episodes
         self._seen = np.zeros(len(table), dtype=np.int64)
         self._first_place = np.full(len(table), -1, dtype=np.int32)
-        pairs = np.unique(np.stack([table.data_chunk, table.data_file], axis=1), axis=0)
+        pairs, _ = group_files(table.data_chunk, table.data_file)
         listed = {self.source.info.data_file(int(chunk), int(file)) for chunk, file in pairs}
         for path in [*sorted(listed), *(path for path in data_paths(self.source) if path not in listed)]:
             yield path
@@ -110,7 +111,7 @@ class RowAudit:
                 self.files += 1
                 names = column_names(opened, file)
                 check_columns(names, _KEYS[:3], file)
-                columns = self._readable(path, names, opened.schema_arrow)
+                columns = self._readable(path, names, opened.schema_arrow, "warning" if orphan else "error")
                 for group in range(len(footer.groups)):
                     check_read_size(footer, [group], columns, file.where)
                     for batch in opened.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
@@ -127,11 +128,11 @@ class RowAudit:
     def _unreadable(self, path: str, message: str, orphan: bool) -> None:
         self._unread.add(path)
         episodes = self._listed_at(path)
-        touched = f"; it should hold the rows of episodes {_shown(episodes)}" if episodes.size else ""
+        touched = f"; it should hold the rows of episodes {_shown(episodes)}" if episodes.size else "; no episode names it"
         self.findings.add(
             Finding(
                 code="data_file_unreadable",
-                severity="error",
+                severity="warning" if orphan else "error",
                 message=f"{message}{touched}",
                 file=path,
                 episode=int(episodes[0]) if episodes.size else None,
@@ -141,11 +142,11 @@ class RowAudit:
 
     def _listed_at(self, path: str) -> NDArray[np.int64]:
         table = self.source.episodes
-        pairs, number = np.unique(np.stack([table.data_chunk, table.data_file], axis=1), axis=0, return_inverse=True)
+        pairs, number = group_files(table.data_chunk, table.data_file)
         wanted = [position for position, (chunk, file) in enumerate(pairs) if self.source.info.data_file(int(chunk), int(file)) == path]
-        return table.episode_index[np.isin(number.reshape(-1), wanted)]
+        return table.episode_index[np.isin(number, wanted)]
 
-    def _readable(self, path: str, names: list[str], schema: pa.Schema) -> list[str]:
+    def _readable(self, path: str, names: list[str], schema: pa.Schema, severity: Severity) -> list[str]:
         """Columns to walk: keys and numeric features that are there; says which declared ones are not."""
         declared = {key: feature for key, feature in self.source.info.features.items() if not feature.is_video}
         missing = [key for key in declared if key not in names]
@@ -153,7 +154,7 @@ class RowAudit:
             self.findings.add(
                 Finding(
                     code="column_missing",
-                    severity="error",
+                    severity=severity,
                     message=f"{path} lacks the declared columns {', '.join(missing)}; it has {', '.join(names[:40])}",
                     file=path,
                     column=missing[0],
@@ -190,39 +191,40 @@ class RowAudit:
                 continue
             if array is not None:
                 values[key] = array
-                self._numbers(path, key, array, values)
         if "episode_index" not in values or "frame_index" not in values or "index" not in values:
             raise RowsError(f"{path}: episode_index, frame_index and index must hold a whole number in every row", file=path)
         episodes = values["episode_index"]
+        known = np.isin(episodes, self.source.episodes.episode_index)
+        for key, array in values.items():
+            self._numbers(path, key, array[known], episodes[known], values["frame_index"][known])
         borders = np.concatenate([[0], np.flatnonzero(np.diff(episodes)) + 1, [len(episodes)]])
         for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
             self._run(path, int(episodes[start]), {key: array[start:stop] for key, array in values.items() if key in _KEYS})
 
-    def _numbers(self, path: str, key: str, array: NDArray[Any], values: dict[str, NDArray[Any]]) -> None:
+    def _numbers(self, path: str, key: str, array: NDArray[Any], episodes: NDArray[Any], frames: NDArray[Any]) -> None:
+        if not len(array):
+            return
         if array.dtype.kind == "f":
             finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
             bad = np.flatnonzero(~finite)
-            if bad.size:
+            if bad.size and self._once("not_finite", f"{path} {key}"):
                 row = int(bad[0])
-                episode = int(values["episode_index"][row]) if "episode_index" in values else None
-                if self._once("not_finite", f"{path} {key}"):
-                    frame = int(values["frame_index"][row]) if "frame_index" in values else None
-                    self.findings.add(
-                        Finding(
-                            code="not_finite",
-                            severity="error",
-                            message=(
-                                f"{path}: episode {episode}, frame {frame}: column {key} holds a number that is not finite; "
-                                "training on it gives a loss that is not a number"
-                            ),
-                            file=path,
-                            episode=episode,
-                            column=key,
-                            found=str(np.asarray(array[row]).tolist())[:200],
-                            expected="finite numbers",
-                        )
+                self.findings.add(
+                    Finding(
+                        code="not_finite",
+                        severity="error",
+                        message=(
+                            f"{path}: episode {int(episodes[row])}, frame {int(frames[row])}: column {key} holds a number that is not "
+                            "finite; training on it gives a loss that is not a number"
+                        ),
+                        file=path,
+                        episode=int(episodes[row]),
+                        column=key,
+                        found=str(np.asarray(array[row]).tolist())[:200],
+                        expected="finite numbers",
                     )
-                array = array[finite]
+                )
+            array = array[finite]
         if len(array):
             self.sums.setdefault(key, ColumnSums()).add(array)
 
@@ -355,8 +357,8 @@ class RowAudit:
         table = self.source.episodes
         places = {episode: tuple(paths) for episode, paths in self._spread.items()}
         numbers = {path: number for number, path in enumerate(self._walked)}
-        pairs, pair = np.unique(np.stack([table.data_chunk, table.data_file], axis=1), axis=0, return_inverse=True)
-        listed_place = np.array([numbers[self.source.info.data_file(int(chunk), int(file))] for chunk, file in pairs])[pair.reshape(-1)]
+        pairs, pair = group_files(table.data_chunk, table.data_file)
+        listed_place = np.array([numbers[self.source.info.data_file(int(chunk), int(file))] for chunk, file in pairs])[pair]
         for row in np.flatnonzero((self._first_place >= 0) & (self._first_place != listed_place)):
             places.setdefault(int(table.episode_index[row]), (self._walked[int(self._first_place[row])],))
         complete = self._seen == table.length

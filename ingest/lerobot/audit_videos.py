@@ -162,6 +162,7 @@ class VideoAudit:
                     expected=f"{starts[worst] + frames[worst] / info.fps:.6g}",
                 )
             )
+        self._spans(camera, file)
         steps = np.diff(seconds)
         step_s = float(np.median(steps)) if steps.size else 0.0
         if step_s > 0 and abs(1 / step_s - info.fps) > _FPS_TOLERANCE * info.fps:
@@ -174,6 +175,32 @@ class VideoAudit:
                     column="fps",
                     found=f"{info.fps:g}",
                     expected=f"{1 / step_s:.4g}",
+                )
+            )
+
+    def _spans(self, camera: CameraMap, file: int) -> None:
+        """``to_timestamp − from_timestamp`` against the length; nothing is read by it, but other readers are."""
+        info, episodes, rows = self.source.info, self.source.episodes, camera.rows_of(file)
+        spans = episodes.cameras[camera.camera]
+        found = spans.to_timestamp[rows] - spans.from_timestamp[rows]
+        expected = episodes.length[rows] / info.fps
+        off = np.flatnonzero(np.abs(found - expected) > max(self.tolerance_s, 0.5 / info.fps))
+        if off.size:
+            first, meta = rows[off[0]], episodes.meta_paths[int(episodes.meta_file[rows[off[0]]])]
+            self.findings.add(
+                Finding(
+                    code="span_length",
+                    severity="warning",
+                    message=(
+                        f"{meta}: {len(off)} episodes of {camera.paths[file]}, first episode {int(episodes.episode_index[first])}: "
+                        f"videos/{camera.camera}/to_timestamp − from_timestamp is {found[off[0]]:.6g} s, expected {expected[off[0]]:.6g} s "
+                        "(length / fps)"
+                    ),
+                    file=meta,
+                    episode=int(episodes.episode_index[first]),
+                    column=f"videos/{camera.camera}/to_timestamp",
+                    found=f"{found[off[0]]:.6g}",
+                    expected=f"{expected[off[0]]:.6g}",
                 )
             )
 

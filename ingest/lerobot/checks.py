@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ingest.lerobot.episodes import EpisodeTable
+from ingest.lerobot.episodes import EpisodeTable, group_files
 from ingest.lerobot.findings import Finding
 from ingest.lerobot.info import INFO_PATH, Info
 from ingest.lerobot.videomap import CameraMap
@@ -153,7 +153,7 @@ def _foreign_start(table: EpisodeTable, camera: CameraMap, number: int, row: int
 
 def check_file_numbers(info: Info, table: EpisodeTable, cameras: list[CameraMap]) -> Iterator[Finding]:
     """Templates that give two (chunk, file) pairs the same path."""
-    pairs = np.unique(np.stack([table.data_chunk, table.data_file], axis=1), axis=0)
+    pairs, _ = group_files(table.data_chunk, table.data_file)
     paths = {info.data_file(int(chunk), int(file)) for chunk, file in pairs}
     if len(paths) < len(pairs):
         yield _collision("data_path", info.data_path, len(pairs), len(paths))

@@ -106,6 +106,25 @@ class EpisodeTable:
         return f"{len(self)} episodes, {int(self.episode_index[0])}..{int(self.episode_index[-1])}"
 
 
+def group_files(chunk: NDArray[np.int64], file: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Distinct files of a column pair.
+
+    Args:
+        chunk: int64[E], chunk numbers.
+        file: int64[E], file numbers.
+
+    Returns:
+        int64[F, 2], the distinct (chunk, file) pairs in order, and int64[E], the number of each row's pair.
+    """
+    order = np.lexsort((file, chunk))
+    pairs = np.stack([chunk[order], file[order]], axis=1)
+    new = np.ones(len(order), dtype=np.bool_)
+    new[1:] = np.any(pairs[1:] != pairs[:-1], axis=1)
+    number = np.empty(len(order), dtype=np.int64)
+    number[order] = np.cumsum(new) - 1
+    return pairs[new], number
+
+
 def metadata_files(store: Store) -> list[str]:
     """Paths of the episode metadata files, sorted.
 
@@ -113,13 +132,15 @@ def metadata_files(store: Store) -> list[str]:
         MetadataError: there is none; the message says what that usually means.
     """
     try:
-        paths = [entry.path for entry in store.list(EPISODES_PREFIX) if entry.path.endswith(".parquet")]
+        found = [entry.path for entry in store.list(EPISODES_PREFIX)]
     except ObjectNotFoundError:
-        paths = []
+        found = []
+    paths = [path for path in found if path.endswith(".parquet") and path.count("/") == EPISODES_PREFIX.count("/") + 2]
     if not paths:
+        stray = f" (it holds {', '.join(found[:3])})" if found else ""
         raise MetadataError(
-            f"{store.url}: {EPISODES_PREFIX} holds no parquet file, so no episode is known: the recording was not finalised "
-            "(killed before finalize()) or meta/ was copied in part"
+            f"{store.url}: {EPISODES_PREFIX} holds no chunk-*/file-*.parquet{stray}, so no episode is known: the recording was not "
+            "finalised (killed before finalize()) or meta/ was copied in part"
         )
     return sorted(paths)
 

@@ -183,12 +183,11 @@ def _plan(root: Path, options: MakeOptions) -> _Plan:
 
 def _spread(episodes: int, files: int, turn: int) -> list[list[int]]:
     """Episodes of each file; ``turn`` moves the borders, so that cameras roll over at different episodes."""
-    sizes = [len(part) for part in np.array_split(np.arange(episodes), files)]
-    if turn % 2 and files > 1 and sizes[0] > 1:
-        sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] + 1
-    sizes = sizes[turn % files :] + sizes[: turn % files]
-    borders = np.cumsum([0, *sizes])
-    return [list(range(int(start), int(stop))) for start, stop in pairwise(borders)]
+    borders = [-(-number * episodes // files) for number in range(files + 1)]
+    shift = (0, 1, -1)[turn % 3]
+    if files > 1 and borders[1] + shift > 0 and borders[-2] + shift < episodes:
+        borders[1:-1] = [border + shift for border in borders[1:-1]]
+    return [list(range(start, stop)) for start, stop in pairwise(borders)]
 
 
 def _columns(plan: _Plan, episode: int) -> dict[str, NDArray[Any]]:

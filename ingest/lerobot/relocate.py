@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.errors import RowsError
+from ingest.lerobot.episodes import group_files
 from ingest.lerobot.findings import Finding
 from ingest.lerobot.footercache import FooterCache
 from ingest.lerobot.parquet import ParquetSource, check_columns, column_names, integer_column, read_columns
@@ -145,7 +146,7 @@ def _numbers_of(template: str, path: str) -> tuple[int, int] | None:
     return (int(match["chunk_index"]), int(match["file_index"])) if match else None
 
 
-def verify_data_files(source: Source, episodes: NDArray[np.int64] | None = None) -> Source:
+def verify_data_files(source: Source, episodes: NDArray[np.int64] | None = None, *, problems: list[RowsError] | None = None) -> Source:
     """Checks from footers alone that the listed data files hold the rows that the metadata promises.
 
     Rows are counted per file; only where counts differ are ``episode_index`` columns read and episodes looked for in
@@ -154,6 +155,7 @@ def verify_data_files(source: Source, episodes: NDArray[np.int64] | None = None)
     Args:
         source: the dataset.
         episodes: episodes that matter; None means all.
+        problems: when given, faults are added to it instead of raised; each names its episodes in ``episodes``.
 
     Returns:
         The source with corrected data files and one more warning for each repaired episode.
@@ -166,8 +168,7 @@ def verify_data_files(source: Source, episodes: NDArray[np.int64] | None = None)
     chosen = np.zeros(len(table), dtype=bool)
     chosen[table.rows(table.episode_index if episodes is None else np.asarray(episodes, dtype=np.int64))] = True
     chosen &= table.length > 0
-    pairs, number = np.unique(np.stack([table.data_chunk, table.data_file], axis=1), axis=0, return_inverse=True)
-    number = number.reshape(-1)
+    pairs, number = group_files(table.data_chunk, table.data_file)
     by_file = np.argsort(number, kind="stable")
     borders = np.searchsorted(number[by_file], np.arange(len(pairs) + 1))
     moved: dict[int, tuple[str, ...]] = {}
@@ -177,7 +178,12 @@ def verify_data_files(source: Source, episodes: NDArray[np.int64] | None = None)
         if not wanted.size:
             continue
         path = source.info.data_file(int(chunk), int(index))
-        counts = _rows_per_episode(source, path, int(table.length[members].sum()), footers)
+        try:
+            counts = _rows_per_episode(source, path, int(table.length[members].sum()), footers)
+        except RowsError as error:
+            error.episodes = tuple(table.episode_index[wanted].tolist())
+            _raise_or_keep(error, problems)
+            continue
         if counts is None:
             continue
         for row in wanted:
@@ -186,9 +192,16 @@ def verify_data_files(source: Source, episodes: NDArray[np.int64] | None = None)
                 continue
             found = find_rows(source, episode, footers)
             if found is None:
-                raise missing_rows(source, episode, (path,), counts.get(episode, 0))
-            moved[episode] = found
+                _raise_or_keep(missing_rows(source, episode, (path,), counts.get(episode, 0)), problems)
+            else:
+                moved[episode] = found
     return source.with_moved(moved, moved_findings(source, moved)) if moved else source
+
+
+def _raise_or_keep(error: RowsError, problems: list[RowsError] | None) -> None:
+    if problems is None:
+        raise error
+    problems.append(error)
 
 
 def _rows_per_episode(source: Source, path: str, expected: int, footers: FooterCache) -> dict[int, int] | None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.errors import PictureCountError
-from ingest.lerobot.episodes import EpisodeTable
+from ingest.lerobot.episodes import EpisodeTable, group_files
 from ingest.lerobot.info import Info
 
 
@@ -56,8 +56,8 @@ def map_cameras(info: Info, table: EpisodeTable) -> Mapping[str, CameraMap]:
 
 def _map_camera(info: Info, table: EpisodeTable, camera: str) -> CameraMap:
     spans = table.cameras[camera]
-    pairs, file = np.unique(np.stack([spans.chunk, spans.file], axis=1), axis=0, return_inverse=True)
-    file = file.reshape(-1).astype(np.int32)
+    pairs, number = group_files(spans.chunk, spans.file)
+    file = number.astype(np.int32)
     order = np.lexsort((table.episode_index, spans.from_timestamp, file))
     before = np.cumsum(table.length[order]) - table.length[order]
     borders = np.searchsorted(file[order], np.arange(len(pairs) + 1))
@@ -65,7 +65,7 @@ def _map_camera(info: Info, table: EpisodeTable, camera: str) -> CameraMap:
     first[order] = before - before[borders[:-1]][file[order]] if len(table) else before
     pictures = np.zeros(len(pairs), dtype=np.int64)
     np.add.at(pictures, file, table.length)
-    paths = tuple(info.video_file(camera, int(chunk), int(number)) for chunk, number in pairs)
+    paths = tuple(info.video_file(camera, int(chunk), int(index)) for chunk, index in pairs)
     return CameraMap(
         camera=camera,
         paths=paths,

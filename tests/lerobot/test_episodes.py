@@ -174,8 +174,8 @@ def test_damaged_metadata_is_named_with_a_cause(dataset: Dataset, damage: str) -
         "empty": "is empty",
         "lfs": "LFS pointer",
         "noise": "not a parquet file",
-        "gone": "no parquet file",
-        "folder": "no parquet file",
+        "gone": "no episode is known",
+        "folder": "no episode is known",
     }
     if damage == "cut":
         path.write_bytes(raw[: len(raw) * 2 // 3])
@@ -192,6 +192,21 @@ def test_damaged_metadata_is_named_with_a_cause(dataset: Dataset, damage: str) -
     with pytest.raises(MetadataError, match=words[damage]) as error:
         dataset.open()
     assert "meta/episodes" in str(error.value)
+
+
+def test_stray_files_are_no_metadata(dataset: Dataset) -> None:
+    before = len(dataset.open().episodes)
+    (dataset.root / "meta/episodes/episodes.parquet").write_bytes(b"something else")
+    assert len(dataset.open().episodes) == before
+    shutil.rmtree(dataset.root / "meta/episodes/chunk-000")
+    with pytest.raises(MetadataError, match=r"it holds meta/episodes/episodes\.parquet"):
+        dataset.open()
+
+
+def test_metadata_without_a_row(dataset: Dataset) -> None:
+    dataset.edit_table(EPISODES, lambda table: table.slice(0, 0))
+    with pytest.raises(MetadataError, match="lists no episode"):
+        dataset.open()
 
 
 def test_flipped_bytes_give_a_table_or_a_typed_error(dataset: Dataset) -> None:

@@ -266,6 +266,25 @@ def test_a_wrong_chunk_is_told_as_such(dataset: Dataset) -> None:
     assert (warning.column, warning.found, warning.expected) == ("data/chunk_index", "0", "1")
 
 
+def test_problems_can_be_collected(dataset: Dataset) -> None:
+    dataset.edit_rows(FILES[0], lambda rows: [row for row in rows if (row["episode_index"], row["frame_index"]) != (1, 2)])
+    (dataset.root / FILES[1]).write_bytes(b"PAR1")
+    problems: list[RowsError] = []
+    verify_data_files(dataset.open(), problems=problems)
+    assert [problem.episodes for problem in problems] == [(1,), (3, 4)]
+    with pytest.raises(RowsError, match="episode 1: expected"):
+        verify_data_files(dataset.open())
+
+
+def test_episodes_without_a_frame(dataset: Dataset) -> None:
+    last = dataset.open().episodes
+    dataset.edit_rows(FILES[1], lambda rows: [row for row in rows if row["episode_index"] != 4])
+    dataset.edit_episode(4, length=0, dataset_to_index=int(last.dataset_from[4]))
+    rows = read_rows(dataset.open(), 4)
+    assert (rows.length, rows.numbers["action"].shape) == (0, (0, 4))
+    assert verify_data_files(dataset.open()).moved == {}
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "lfs", "noise", "gone"])
 def test_damaged_data_files_are_named_with_a_cause(dataset: Dataset, damage: str) -> None:
     path = dataset.root / FILES[1]
