@@ -89,12 +89,11 @@ class SkippingOrder(Order):
         last = np.where(shortened, np.minimum(inner.last, self._begin - 1), inner.last)
         keep = frames > 0
 
-        def outer(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-            return (numbers - np.searchsorted(self._removed, numbers, side="left"))[keep]
-
-        return Admission(
-            inner.entry[keep], inner.unit[keep], frames[keep], inner.bytes[keep], outer(inner.admitted), outer(inner.first), outer(last)
-        )
+        # The first sample kept from ``first`` on, and the last one kept up to ``admitted`` and ``last``.
+        first = inner.first - np.searchsorted(self._removed, inner.first, side="left")
+        admitted = inner.admitted - np.searchsorted(self._removed, inner.admitted, side="right")
+        last = last - np.searchsorted(self._removed, last, side="right")
+        return Admission(inner.entry[keep], inner.unit[keep], frames[keep], inner.bytes[keep], admitted[keep], first[keep], last[keep])
 
     def leftover(self, samples: int) -> Pieces:
         """The inner leftover without the skipped episodes."""
