@@ -14,9 +14,9 @@ from ingest.errors import ObjectChangedError, SettingsError, SidecarError
 from ingest.storage.base import ByteRange, Store
 from ingest.video.boxes import read_sample_table
 from ingest.video.checksums import add_checksums
+from ingest.video.files import is_reported, locked, remove_leftovers, replacing, storage_failure
 from ingest.video.layout import MAX_PROBE_BYTES
 from ingest.video.sidecar.archive import ArchiveWriter, SidecarArchive
-from ingest.video.sidecar.files import is_reported, locked, remove_leftovers, replacing, storage_failure
 from ingest.video.sidecar.spec import SidecarSpec, describe_source, mismatch
 from ingest.video.tables import SampleTable
 

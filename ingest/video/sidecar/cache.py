@@ -13,6 +13,7 @@ from typing import BinaryIO
 from ingest import settings
 from ingest.errors import ObjectNotFoundError, SidecarError
 from ingest.storage.base import Store
+from ingest.video.files import is_reported, locked, remove_leftovers, replacing, storage_failure
 from ingest.video.layout import MAX_PROBE_BYTES
 from ingest.video.sidecar.archive import SidecarArchive
 from ingest.video.sidecar.build import (
@@ -24,7 +25,6 @@ from ingest.video.sidecar.build import (
     valid_sidecar,
     write_sidecar,
 )
-from ingest.video.sidecar.files import is_reported, locked, remove_leftovers, replacing, storage_failure
 from ingest.video.sidecar.mapped import GENERATION, MappedIndex, write_mapped_index
 from ingest.video.sidecar.spec import PUBLISHED_FOLDER, SidecarSpec, describe_source, mismatch
 

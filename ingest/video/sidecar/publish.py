@@ -10,8 +10,8 @@ from typing import Protocol
 from ingest.errors import SidecarError
 from ingest.storage.base import Store
 from ingest.storage.paths import check_relative
+from ingest.video.files import replacing
 from ingest.video.sidecar.archive import SidecarArchive
-from ingest.video.sidecar.files import replacing
 from ingest.video.sidecar.spec import PUBLISHED_BRANCH, PUBLISHED_FOLDER, describe_source, mismatch
 
 _COPY_BYTES = 1 << 20
