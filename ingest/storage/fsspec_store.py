@@ -71,8 +71,9 @@ class FsspecStore:
         return size
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> builtins.list[bytes]:
+        check_relative(path)
         # A tag is compared once per call where asking costs no request, else when the object is first read.
-        if self._file_system()[0].async_impl is False or self._known.get(check_relative(path)).size is None:
+        if self._file_system()[0].async_impl is False or self._known.get(path).size is None:
             self._info(path)
         return fetch_ranges(ranges, lambda start, stop: self._read(path, start, stop))
 

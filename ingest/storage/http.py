@@ -15,7 +15,7 @@ from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError
 from ingest.storage.bodies import refuse_placeholder
 from ingest.storage.failures import log_failure
 from ingest.storage.retry import RETRYABLE_STATUS, RetryableError, RetryPolicy, retry_after_s
-from ingest.storage.secrets import redact
+from ingest.storage.secrets import quiet_http_logs, redact
 
 MAX_CONNECTIONS = 64
 """Open connections of one process; more showed no gain against the Hub and slow each other down."""
@@ -70,6 +70,7 @@ def _shared_client() -> httpx.Client:
     # A forked child must not share its parent's sockets, so the client belongs to one process id.
     with _lock:
         if _client is None or _client_pid != os.getpid():
+            quiet_http_logs()
             limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=30.0)
             _client = httpx.Client(timeout=_TIMEOUT, limits=limits, follow_redirects=False, headers={"user-agent": "reelray"})
             _client_pid = os.getpid()

@@ -14,7 +14,7 @@ from ingest.storage.hub import HubBucketStore, HubDatasetStore, pin
 from ingest.storage.locations import Location, parse_location
 from ingest.storage.paths import check_relative
 from ingest.storage.retry import RETRYABLE_STATUS, RetryPolicy
-from ingest.storage.secrets import redact
+from ingest.storage.secrets import quiet_http_logs, redact
 
 SIDECAR_BRANCH = "lerobot-sidecars"
 """Branch of a dataset repository that holds its sidecars; the source branches stay untouched."""
@@ -148,6 +148,7 @@ class SidecarPublisher:
         # Imported here: reading needs none of it, and it is slow to import.
         import huggingface_hub
 
+        quiet_http_logs()
         return huggingface_hub.HfApi(endpoint=settings.hub_endpoint(), token=settings.hub_token() or False, library_name="reelray")
 
     def _translate(self, error: Exception) -> StorageError:

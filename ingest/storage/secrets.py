@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 from ingest import settings
@@ -47,3 +48,26 @@ def redact(text: str) -> str:
     for pattern, hidden in _PATTERNS:
         text = pattern.sub(hidden, text)
     return text
+
+
+class _RedactingFilter(logging.Filter):
+    """Rewrites records of HTTP libraries, which log whole addresses: a signed one is a credential."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact(record.getMessage()), ()
+        return True
+
+
+_FILTER = _RedactingFilter()
+_HTTP_LOGGERS = ("httpx", *(f"httpcore.{part}" for part in ("connection", "http11", "http2", "proxy", "socks")))
+
+
+def quiet_http_logs() -> None:
+    """Makes the HTTP libraries' log records go through ``redact``, and leaves out one line per request unless somebody set their level."""
+    for name in _HTTP_LOGGERS:
+        for variant in (name, name.replace("httpx", "httpx2").replace("httpcore", "httpcore2")):
+            logger = logging.getLogger(variant)
+            # A filter that is there already is not added twice.
+            logger.addFilter(_FILTER)
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.WARNING)

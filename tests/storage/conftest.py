@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from random import Random
 
+import huggingface_hub
 import pytest
 from servers.clock import no_sleep
+from servers.hub import HubEmulator
 from servers.ranges import RangeServer
 
 from ingest.storage.executor import close_executor
@@ -44,3 +46,13 @@ def _nothing_left_open() -> Iterator[None]:
 
 def _resources() -> tuple[int, set[str]]:
     return len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate() if "test-web-server" not in thread.name}
+
+
+@pytest.fixture(scope="session")
+def native_hub_client() -> None:
+    """Starts the native runtime of the Hub client's uploads, which stays for the process and so belongs to no single test."""
+    with HubEmulator() as emulator:
+        emulator.tokens = {"hf_PLANTEDWRITE": "write"}
+        emulator.add_bucket("o/b", {})
+        huggingface_hub.HfApi(endpoint=emulator.endpoint, token="hf_PLANTEDWRITE").batch_bucket_files("o/b", add=[(b"x", "x")])
+    huggingface_hub.close_session()

@@ -36,7 +36,8 @@ folder = snapshot_download("o/n", repo_type="dataset", allow_patterns="meta/*")
 found["info"] = open(folder + "/meta/info.json").read()
 files = HfFileSystem()
 found["part"] = files.open("datasets/o/n/videos/cam/file-000.mp4", cache_type="none", mode="rb").read(10).hex()
-found["bucket"] = sorted((item.path, item.size, item.xet_hash) for item in api.list_bucket_tree("o/b", recursive=True) if item.type == "file")
+listed = [item for item in api.list_bucket_tree("o/b", recursive=True) if item.type == "file"]
+found["bucket"] = sorted((item.path, item.size, item.xet_hash) for item in listed)
 found["bucket_paths"] = [item.size for item in api.get_bucket_paths_info("o/b", ["meta/info.json", "none"])]
 found["bucket_info"] = api.bucket_info("o/b").total_files
 found["bucket_size"] = api.get_bucket_file_metadata("o/b", "videos/cam/file-000.mp4").size

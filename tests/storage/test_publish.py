@@ -22,13 +22,7 @@ NAME = "meta/mp4-sidecars/mp4-v3-abc.npz"
 DATA = b"text that repeats, " * 4000 + Random(4).randbytes(100_000)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _native_client_is_running() -> None:
-    """The Xet client's runtime starts with the first upload and stays, so it belongs to no single test."""
-    with HubEmulator() as emulator:
-        emulator.tokens = {"hf_PLANTEDWRITE": "write"}
-        emulator.add_bucket("o/b", {})
-        huggingface_hub.HfApi(endpoint=emulator.endpoint, token="hf_PLANTEDWRITE").batch_bucket_files("o/b", add=[(b"x", "x")])
+pytestmark = pytest.mark.usefixtures("native_hub_client")
 
 
 @pytest.fixture

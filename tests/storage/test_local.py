@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, UnsafeInputError
+from ingest.storage.atomic import write_atomic
+from ingest.storage.base import Store
+from ingest.storage.local import LocalStore
+
+
+def test_reads_lists_and_identifies(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c.bin").write_bytes(b"0123456789")
+    (tmp_path / "z").write_bytes(b"")
+    store = LocalStore.at(tmp_path)
+    assert isinstance(store, Store)
+    assert [item.path for item in store.list()] == ["a/b/c.bin", "z"]
+    assert [item.path for item in store.list("a/")] == ["a/b/c.bin"]
+    assert store.read_ranges("a/b/c.bin", [(2, 5), (0, 1), (9, 10), (4, 4)]) == [b"234", b"0", b"9", b""]
+    assert (store.read_all("z"), store.size("a/b/c.bin")) == (b"", 10)
+    before = store.identity("a/b/c.bin")
+    os.utime(tmp_path / "a" / "b" / "c.bin", ns=(1, 1))
+    assert store.identity("a/b/c.bin").fingerprint != before.fingerprint
+    assert pickle.loads(pickle.dumps(store)) == store
+
+
+def test_errors(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "folder").mkdir()
+    store = LocalStore.at(tmp_path)
+    with pytest.raises(ShortReadError, match="ends at 3"):
+        store.read_ranges("a", [(1, 9)])
+    with pytest.raises(ObjectNotFoundError):
+        store.read_all("none")
+    for path in ("..", "../a", "/a", "~/a", "x\\y", "a\0b", "c:/x", ""):
+        with pytest.raises(UnsafeInputError):
+            store.read_all(path)
+    with pytest.raises(ObjectNotFoundError, match="not a directory"):
+        LocalStore.at(tmp_path / "a")
+    if os.geteuid() != 0:
+        (tmp_path / "a").chmod(0)
+        with pytest.raises(AccessDeniedError):
+            store.read_all("a")
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_content_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "x" / "file"
+    write_atomic(target, b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(target, b"new", durable=True)
+    assert target.read_bytes() == b"old"
+    assert list(target.parent.iterdir()) == [target]
