@@ -7,6 +7,7 @@ worker deaths leave the services alone, and the end of the driver, however it co
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +52,14 @@ class _Manager:
             )
         self._settings = settings
         self._pools: dict[str, list[ActorHandle]] = {}
+        self._making = threading.Lock()
 
     def decode_pool(self, node_id: str) -> list[ActorHandle]:
-        """The decode actors of one node, made at the first request."""
-        if node_id not in self._pools:
-            self._pools[node_id] = self._make_pool(node_id)
-        return self._pools[node_id]
+        """The decode actors of one node, made at the first request; its ranks ask at the same time."""
+        with self._making:
+            if node_id not in self._pools:
+                self._pools[node_id] = self._make_pool(node_id)
+            return self._pools[node_id]
 
     def pools(self) -> dict[str, int]:
         """How many decode actors each node has."""
