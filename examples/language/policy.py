@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -123,8 +122,7 @@ def losses_of(model: nn.Module, batch: Mapping[str, Any], chats: Chats, camera: 
 
     Text samples look at the picture. Action samples do not, which makes the text matter: it alone tells the side.
     """
-    picture = torch.from_numpy(np.ascontiguousarray(batch[camera]))
-    state, action = torch.from_numpy(batch["observation.state"]), torch.from_numpy(batch["action"])
+    picture, state, action = (torch.as_tensor(batch[key]) for key in (camera, "observation.state", "action"))
     logits, _ = model(picture, state, chats.tokens)
     wanted = chats.supervised[:, 1:]
     text = F.cross_entropy(logits[:, :-1][wanted], chats.tokens[:, 1:][wanted]) if wanted.any() else logits.sum() * 0

@@ -18,6 +18,7 @@ from ingest.language.columns import (
 )
 from ingest.language.draw import unit_draw
 from ingest.language.expressions import Expression, parse_expression
+from ingest.language.flatten import MessagesToTask
 from ingest.language.recipe import DEFAULT_BINDINGS, MessageTurn, TrainingRecipe
 from ingest.language.recipe_file import load_recipe, parse_recipe, read_recipe, shipped_recipes
 from ingest.language.render import Rendered, render_sample, select_component, task_text
@@ -36,7 +37,7 @@ from ingest.language.styles import (
     register,
     validate_camera_field,
 )
-from ingest.language.toolcalls import tool_catalogue, with_say
+from ingest.language.toolcalls import tool_catalogue, tools_for, with_say
 
 __all__ = [
     "DEFAULT_BINDINGS",
@@ -46,6 +47,7 @@ __all__ = [
     "STYLES",
     "Expression",
     "MessageTurn",
+    "MessagesToTask",
     "Outcome",
     "RenderRuntimeMessagesStep",
     "RenderStage",
@@ -83,6 +85,7 @@ __all__ = [
     "shipped_recipes",
     "task_text",
     "tool_catalogue",
+    "tools_for",
     "unit_draw",
     "validate_camera_field",
     "vqa_answer_shape",

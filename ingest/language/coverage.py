@@ -85,6 +85,18 @@ class LanguagePlan:
         lost = {part.episode: np.flatnonzero(~part.kept).astype(np.int64) for part in self.episodes}
         return {episode: frames for episode, frames in lost.items() if len(frames)}
 
+    def frames_of(self, branch: str) -> dict[int, NDArray[np.int64]]:
+        """Frames that a branch renders, by episode: what a sampler needs to show a rare branch, such as VQA, more often.
+
+        Raises:
+            LanguageError: the recipe has no such branch.
+        """
+        if branch not in self.branches:
+            raise LanguageError(f"the recipe has no branch {branch!r}: it has {', '.join(self.branches) or 'one'}", kind="unknown_branch")
+        wanted = self.branches.index(branch)
+        found = {part.episode: np.flatnonzero((part.branch == wanted) & (part.outcome == Outcome.RENDERED)) for part in self.episodes}
+        return {episode: frames.astype(np.int64) for episode, frames in found.items() if len(frames)}
+
     def fingerprint(self) -> str:
         """32 hexadecimal digits over recipe, policy and the frames that leave; part of the plan's fingerprint."""
         digest = blake2b(digest_size=16)

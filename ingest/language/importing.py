@@ -90,7 +90,10 @@ def spans_of(language: EpisodeLanguage, style: str = "subtask", *, role: str | N
         role: only rows of this role; None takes all as one sequence.
     """
     times = language.timestamps.astype(np.float64)
-    items = {id(item[1]): item for state in language.rows.states for item in state.of_style(style) if role in (None, item[1].get("role"))}
+    items: dict[int, tuple[float, Row]] = {}
+    for state in language.rows.states:
+        line = state.timeline(style, role)
+        items.update({id(row): (time, row) for time, row in zip(line.times, line.rows, strict=True)})
     rows = sorted(items.values(), key=lambda item: item[0])
     starts = [int(np.searchsorted(times, time)) for time, _ in rows]
     # Rows that start together, such as rephrasings, are in force together until a later one starts.

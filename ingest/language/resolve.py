@@ -7,11 +7,12 @@ precision moves almost half of all 30 fps boundaries by a frame.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from ingest.errors import LanguageError
 from ingest.language.expressions import Expression, parse_expression
-from ingest.language.rows import Row, StateRows, mapping_rows, matches, state_rows, unwrap_number
+from ingest.language.rows import Row, StateRows, Timeline, mapping_rows, matches, state_rows, unwrap_number
 from ingest.language.styles import STATE_COLUMN, STYLES
 
 EMITTED_WINDOW_S = 0.1
@@ -94,45 +95,38 @@ def _call(
     return resolve(f"{name}(t{arguments})", persistent, events, t)
 
 
-def _candidates(expression: Expression, persistent: StateRows) -> list[tuple[float, Row]]:
+def _timeline(expression: Expression, persistent: StateRows) -> Timeline:
     assert expression.style is not None  # parse_expression demands it
-    rows = persistent.of_style(expression.style)
-    role, camera, tool_name = expression.role, expression.camera, expression.tool_name
-    if role is None and camera is None and tool_name is None:
-        return rows
-    return [item for item in rows if matches(item[1], role, camera, tool_name)]
+    return persistent.timeline(expression.style, expression.role, expression.camera, expression.tool_name)
 
 
 def _active(expression: Expression, persistent: StateRows, t: float) -> Row | None:
-    latest = float("-inf")
-    found: list[Row] = []
-    for time, row in _candidates(expression, persistent):
-        if time <= t:
-            if time > latest:
-                latest, found = time, [row]
-            elif time == latest:
-                found.append(row)
-    return _only(found, expression, t)
+    line = _timeline(expression, persistent)
+    stop = bisect_right(line.times, t) if t == t else 0
+    start = bisect_left(line.times, line.times[stop - 1]) if stop else 0
+    return _only(line.rows[start:stop], expression, t)
 
 
 def _emitted(expression: Expression, persistent: StateRows, events: Sequence[Row], t: float) -> Row | None:
     style = STYLES.find(expression.style)
     if style is not None and style.column == STATE_COLUMN:
-        return _only([row for time, row in _candidates(expression, persistent) if abs(time - t) <= EMITTED_WINDOW_S], expression, t)
+        line = _timeline(expression, persistent)
+        # Twice the window, because rounding decides at its edge; the plain difference has the last word.
+        near = range(bisect_left(line.times, t - 2 * EMITTED_WINDOW_S), bisect_right(line.times, t + 2 * EMITTED_WINDOW_S))
+        return _only([line.rows[place] for place in near if abs(line.times[place] - t) <= EMITTED_WINDOW_S], expression, t)
     wanted, role, camera, tool_name = expression.style, expression.role, expression.camera, expression.tool_name
-    return _only(
-        [row for row in events if (wanted is None or row.get("style") == wanted) and matches(row, role, camera, tool_name)], expression, t
-    )
+    found = [row for row in events if (wanted is None or row.get("style") == wanted) and matches(row, role, camera, tool_name)]
+    return _only(found, expression, t)
 
 
 def _nth(expression: Expression, persistent: StateRows, t: float) -> Row | None:
-    rows = sorted(_candidates(expression, persistent), key=lambda item: (item[0], str(item[1].get("role") or "")))
+    line = _timeline(expression, persistent)
     # With no row in force yet the anchor sits before the first row: one step on is the first row, one step back is none.
-    anchor = sum(time <= t for time, _ in rows) - 1
+    anchor = (bisect_right(line.times, t) if t == t else 0) - 1
     if anchor < 0 and expression.function == "nth_prev":
         return None
     position = anchor + (expression.offset if expression.function == "nth_next" else -expression.offset)
-    return rows[position][1] if 0 <= position < len(rows) else None
+    return line.rows[position] if 0 <= position < len(line.rows) else None
 
 
 def _only(rows: list[Row], expression: Expression, t: float) -> Row | None:

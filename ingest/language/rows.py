@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, SupportsIndex, cast
 
 from ingest.errors import LanguageError, LanguageKeyError, LanguageTypeError
@@ -11,31 +12,46 @@ Row = Mapping[str, Any]
 """``role``, ``content``, ``style``, ``camera``, ``tool_calls`` and, in state rows, ``timestamp`` (s); absent keys read as None."""
 
 
-class StateRows(list[Row]):
-    """The state rows of one episode, with an index by style that is built at the first look-up.
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Rows in the order of their times, then roles; rows without a comparable time (NaN) are left out.
 
-    It is a list, so it passes wherever rows pass; treat it as read-only. Sharing one object among all frames of an
-    episode is what keeps annotations from costing memory per frame.
+    Attributes:
+        times: seconds, ascending.
+        rows: the row of each time.
     """
 
-    __slots__ = ("_by_style",)
+    times: list[float]
+    rows: list[Row]
+
+
+class StateRows(list[Row]):
+    """The state rows of one episode, with a timeline per set of filters that is made at the first look-up.
+
+    It is a list, so it passes wherever rows pass; treat it as read-only. Sharing one object among all frames of an
+    episode is what keeps annotations from costing memory per frame and look-ups from costing time per row.
+    """
+
+    __slots__ = ("_timelines",)
 
     def __init__(self, rows: Iterable[Row | None] = ()) -> None:
         super().__init__(mapping_rows(rows))
-        self._by_style: dict[Any, list[tuple[float, Row]]] | None = None
+        self._timelines: dict[tuple[str | None, ...], Timeline] = {}
 
-    def of_style(self, style: str) -> list[tuple[float, Row]]:
-        """``(timestamp, row)`` of every row of one style, in stored order.
+    def timeline(self, style: str, role: str | None = None, camera: str | None = None, tool_name: str | None = None) -> Timeline:
+        """The rows of one style that pass the filters, in time order.
 
         Raises:
             LanguageKeyError: one of them has no timestamp.
         """
-        if self._by_style is None:
-            self._by_style = {}
-        found = self._by_style.get(style)
+        key = (style, role, camera, tool_name)
+        found = self._timelines.get(key)
         if found is None:
-            found = [(row_time(row), row) for row in self if row.get("style") == style]
-            self._by_style[style] = found
+            rows = [row for row in self if row.get("style") == style and matches(row, role, camera, tool_name)]
+            items = [(time, row) for time, row in ((row_time(row), row) for row in rows) if time == time]
+            items.sort(key=lambda item: (item[0], str(item[1].get("role") or "")))
+            found = Timeline([time for time, _ in items], [row for _, row in items])
+            self._timelines[key] = found
         return found
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:

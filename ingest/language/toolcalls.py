@@ -61,6 +61,14 @@ def tool_names_of(catalogue: Sequence[Mapping[str, Any]]) -> list[str]:
     return [cast("str", _tool_name(tool)) for tool in catalogue]
 
 
+def tools_for(messages: Sequence[Mapping[str, Any]], catalogue: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The tools to put into a prompt: all of the catalogue where a message calls one, none elsewhere.
+
+    Tools in every prompt would differ from what a policy without tool calls sees when it runs.
+    """
+    return list(catalogue) if any(message.get("tool_calls") for message in messages) else []
+
+
 def with_say(info: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The declared tools with ``say`` appended if no tool of that name exists: what a writer stores."""
     declared = tool_catalogue(info) if info.get("tools") is not None else []

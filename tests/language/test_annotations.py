@@ -235,6 +235,9 @@ def test_planning_removes_frames_without_supervision_and_keeps_the_rest(annotate
     assert [part.kept_runs() for part in dropping.episodes] == [[(2, 12)], [(2, 9)], [(0, 14)]]
     falling = plan_language(RenderStage(guarded), languages)
     assert falling.leaving() == {}
+    assert {episode: frames.tolist() for episode, frames in falling.frames_of("").items()} == {0: list(range(2, 12)), 1: list(range(2, 9))}
+    with pytest.raises(LanguageError, match="no branch 'x'"):
+        falling.frames_of("x")
     assert (falling.count(Outcome.RENDERED), falling.count(Outcome.FALLBACK), falling.count(Outcome.UNANNOTATED)) == (17, 4, 14)
     assert falling.fingerprint() != dropping.fingerprint()
     assert falling.fingerprint() == plan_language(RenderStage(guarded), languages).fingerprint()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ingest.errors import LanguageError, LanguageKeyError, LanguageTypeError
 from ingest.language import (
+    MessagesToTask,
     Outcome,
     RenderStage,
     RenderTrainingMessagesStep,
@@ -26,6 +27,8 @@ from ingest.language import (
     resolve,
     select_component,
     task_text,
+    tool_catalogue,
+    tools_for,
     unit_draw,
 )
 from ingest.language.collate import add_batch_dimension, collate_language
@@ -203,12 +206,41 @@ def test_rephrasings_win_only_when_asked():
 
 def test_shared_state_rows_are_indexed_once_and_survive_pickling():
     rows = StateRows([state("subtask", 0.0, "a"), None, state("subtask", 1.0, "b"), state("memory", 0.5, "m")])
-    assert [row["content"] for _, row in rows.of_style("subtask")] == ["a", "b"]
-    assert rows.of_style("subtask") is rows.of_style("subtask")
+    line = rows.timeline("subtask")
+    assert (line.times, [row["content"] for row in line.rows]) == ([0.0, 1.0], ["a", "b"])
+    assert rows.timeline("subtask") is line
+    assert rows.timeline("subtask", role="user").rows == []
     twin = pickle.loads(pickle.dumps(rows))
     assert type(twin) is StateRows
     assert twin == rows
-    assert copy.deepcopy(rows).of_style("memory")[0][0] == 0.5
+    assert copy.deepcopy(rows).timeline("memory").times == [0.5]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.1, 0.2, 0.30000001192092896, 1.0, float("nan")]), st.sampled_from(["user", "assistant"])),
+        max_size=6,
+    ),
+    st.sampled_from([-1.0, 0.0, 0.1, 0.2, 0.3, 0.30000001192092896, 0.4, 5.0, float("nan")]),
+    st.integers(-3, 3).filter(bool),
+)
+def test_resolvers_agree_with_their_definition(pairs, t, offset):
+    rows = [state("memory", time, str(number), role) for number, (time, role) in enumerate(pairs)]
+    past = [row for row in rows if row["timestamp"] <= t]
+    latest = [row for row in past if row["timestamp"] == max(other["timestamp"] for other in past)]
+    near = [row for row in rows if abs(row["timestamp"] - t) <= 0.1]
+    for expression, expected in (("active_at(t, style=memory)", latest), ("emitted_at(t, style=memory)", near)):
+        if len(expected) > 1:
+            with pytest.raises(LanguageError, match="matches"):
+                resolve(expression, rows, [], t)
+        else:
+            assert resolve(expression, rows, [], t) is (expected[0] if expected else None)
+    line = sorted((row for row in rows if row["timestamp"] == row["timestamp"]), key=lambda row: (row["timestamp"], row["role"]))
+    anchor = sum(row["timestamp"] <= t for row in line) - 1
+    for name, position in (("nth_next", anchor + offset), ("nth_prev", anchor - offset)):
+        expected = line[position] if 0 <= position < len(line) and not (name == "nth_prev" and anchor < 0) else None
+        assert resolve(f"{name}(t, style=memory, offset={offset})", rows, [], t) is expected
 
 
 def test_named_resolvers():
@@ -290,6 +322,25 @@ def test_adding_a_batch_dimension_wraps_single_samples_only():
     assert wrapped == {"messages": [[{"role": "user"}]], "message_streams": [["low_level"]], "target_message_indices": [[]], "x": 1}
     assert add_batch_dimension(wrapped) == wrapped
     assert add_batch_dimension({"x": 1}) == {"x": 1}
+
+
+def test_chats_flatten_to_tasks_for_text_only_policies():
+    chat = [
+        {"role": "user", "content": "make tea"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": [{"type": "image", "feature": TOP}, {"type": "text", "text": "which cup?"}]},
+        {"role": "user"},
+    ]
+    flatten = MessagesToTask()
+    assert flatten({"messages": chat, "task": "tea"}) == {"messages": chat, "task": "make tea\nwhich cup?", "base_task": "tea"}
+    assert flatten({"messages": [chat, chat[:1]], "task": ["a", "b"]})["task"] == ["make tea\nwhich cup?", "make tea"]
+    assert flatten({"task": "tea"}) == {"task": "tea"}
+
+
+def test_tools_belong_to_prompts_that_use_them():
+    catalogue = tool_catalogue({})
+    assert tools_for([{"role": "assistant", "tool_calls": SAY}], catalogue) == catalogue
+    assert tools_for([{"role": "assistant", "content": "x"}], catalogue) == []
 
 
 def test_items_leave_lists_arrays_and_nested_mappings_alike():
