@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ingest.lerobot.episodes import group_files
 from ingest.lerobot.findings import Finding, Findings, Severity
 from ingest.lerobot.images import decode_cell
 from ingest.lerobot.info import Feature
-from ingest.lerobot.parquet import ParquetSource, check_columns, check_read_size, column_names, python_values
+from ingest.lerobot.parquet import ParquetSource, check_read_size, python_values
 from ingest.lerobot.relocate import data_paths, moved_findings
 from ingest.lerobot.source import Source
 
@@ -109,14 +110,14 @@ class RowAudit:
             footer = file.footer()
             with file.opened(footer) as opened:
                 self.files += 1
-                names = column_names(opened, file)
-                check_columns(names, _KEYS[:3], file)
+                names = file.column_names(opened)
+                file.check_columns(names, _KEYS[:3])
                 columns = self._readable(path, names, opened.schema_arrow, "warning" if orphan else "error")
                 for group in range(len(footer.groups)):
-                    check_read_size(footer, [group], columns, file.where)
-                    for batch in opened.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
-                        self._batch(path, pa.Table.from_batches([batch]))
-                    self._images(path, opened, group, names)
+                    check_read_size(footer, [group], columns, file.where, _BATCH_ROWS)
+                    for batch in file.batches(opened, group, columns, _BATCH_ROWS):
+                        self._batch(path, batch)
+                    self._images(file, opened, group, names)
         except ReelrayError as error:
             self._unreadable(path, str(error), orphan)
             return
@@ -337,21 +338,20 @@ class RowAudit:
             expected=f"{float(expected[worst]):.6g}",
         )
 
-    def _images(self, path: str, file: pq.ParquetFile, group: int, names: list[str]) -> None:
+    def _images(self, file: ParquetSource, opened: pq.ParquetFile, group: int, names: list[str]) -> None:
         """Decodes the first picture of each image feature in one row group."""
 
         def fail(message: str) -> DatasetError:
-            return RowsError(f"{path}: row group {group}: {message}", file=path)
+            return RowsError(f"{file.path}: row group {group}: {message}", file=file.path)
 
         for key in (key for key in self.source.info.images if key in names):
-            for batch in file.iter_batches(1, row_groups=[group], columns=[key], use_threads=False):
-                try:
-                    (cell,) = python_values(pa.Table.from_batches([batch]).column(key), key, fail)
+            try:
+                for batch in islice(file.batches(opened, group, [key], 1), 1):
+                    (cell,) = python_values(batch.column(key), key, fail)
                     decode_cell(cell, self.source.info.features[key], self.source.store, fail)
-                except ReelrayError as error:
-                    if self._once("image_unreadable", f"{path} {key}"):
-                        self.findings.add(Finding("image_unreadable", "error", str(error), file=path, column=key))
-                break
+            except ReelrayError as error:
+                if self._once("image_unreadable", f"{file.path} {key}"):
+                    self.findings.add(Finding("image_unreadable", "error", str(error), file=file.path, column=key))
 
     def _counts(self) -> None:
         table = self.source.episodes

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 _STOP, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 0, 1, 2, 3, 7, 8, 9, 10, 11, 12
 _MAX_DEPTH = 24
+_MAX_COUNT = 1 << 48
 _INTEGER_BYTES = {1: 4, 2: 8}
 """Bytes of a statistics value by physical type: INT32 and INT64."""
 
@@ -31,6 +32,7 @@ class GroupTable:
         low, high: int64[G], smallest and largest ``episode_index``; only valid where ``known``.
         known: bool[G], whether the footer states the range.
         column_bytes: uncompressed bytes by top-level column name, int64[G] each.
+        column_values: values (leaves of lists counted) by top-level column name, int64[G] each.
     """
 
     rows: NDArray[np.int64]
@@ -38,6 +40,7 @@ class GroupTable:
     high: NDArray[np.int64]
     known: NDArray[np.bool_]
     column_bytes: dict[str, NDArray[np.int64]]
+    column_values: dict[str, NDArray[np.int64]]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,9 +60,23 @@ class GroupTable:
             counts[episode] = counts.get(episode, 0) + rows
         return counts
 
-    def read_bytes(self, groups: list[int], columns: list[str]) -> int:
-        """Uncompressed bytes of some columns in some row groups."""
-        return sum(int(self.column_bytes[column][groups].sum()) for column in set(columns) if column in self.column_bytes)
+    def read_bytes(self, groups: list[int], columns: list[str], batch_rows: int | None = None) -> int:
+        """Bytes in memory after reading some columns of some row groups.
+
+        Run-length coding makes pages smaller than what they decode to, so values count with eight bytes at least.
+
+        Args:
+            groups: row groups.
+            columns: top-level columns.
+            batch_rows: rows that are in memory at once, when the groups are walked in batches.
+        """
+        rows = np.maximum(self.rows[groups], 1)
+        share = np.ones(len(groups)) if batch_rows is None else np.minimum(1.0, batch_rows / rows)
+        total = 0.0
+        for column in set(columns) & set(self.column_bytes):
+            size = np.maximum(self.column_bytes[column][groups].astype(np.float64), 8.0 * self.column_values[column][groups])
+            total += float((size * share).sum())
+        return int(total)
 
 
 def parse_footer(data: bytes) -> GroupTable:
@@ -87,7 +104,8 @@ def parse_footer(data: bytes) -> GroupTable:
         low=np.array([group.span[0] if group.span else 0 for group in groups], dtype=np.int64),
         high=np.array([group.span[1] if group.span else 0 for group in groups], dtype=np.int64),
         known=np.array([group.span is not None for group in groups], dtype=np.bool_),
-        column_bytes={name: np.array([group.sizes.get(name, 0) for group in groups], dtype=np.int64) for name in names},
+        column_bytes={name: np.array([group.sizes.get(name, (0, 0))[0] for group in groups], dtype=np.int64) for name in names},
+        column_values={name: np.array([group.sizes.get(name, (0, 0))[1] for group in groups], dtype=np.int64) for name in names},
     )
 
 
@@ -95,7 +113,7 @@ def parse_footer(data: bytes) -> GroupTable:
 class _Group:
     rows: int
     span: tuple[int, int] | None
-    sizes: dict[str, int]
+    sizes: dict[str, tuple[int, int]]
 
 
 def _read_group(reader: _Compact) -> _Group:
@@ -105,11 +123,9 @@ def _read_group(reader: _Compact) -> _Group:
             for _ in reader.elements(_STRUCT):
                 _read_chunk(reader, group)
         elif field == 3:
-            group.rows = reader.integer(kind)
+            group.rows = reader.count(kind)
         else:
             reader.skip(kind)
-    if group.rows < 0:
-        raise FooterError(f"a row group has {group.rows} rows")
     return group
 
 
@@ -123,22 +139,25 @@ def _read_chunk(reader: _Compact, group: _Group) -> None:
 
 def _read_chunk_metadata(reader: _Compact, group: _Group) -> None:
     path: list[str] = []
-    physical, size = -1, 0
+    physical, size, count = -1, 0, 0
     bounds: tuple[bytes | None, bytes | None] = (None, None)
     for field, kind in reader.fields():
         if field == 1:
             physical = reader.integer(kind)
         elif field == 3 and kind == _LIST:
             path = [reader.binary().decode() for _ in reader.elements(_BINARY)]
+        elif field == 5:
+            count = reader.count(kind)
         elif field == 6:
-            size = max(0, reader.integer(kind))
+            size = reader.count(kind)
         elif field == 12 and kind == _STRUCT:
             bounds = _read_bounds(reader)
         else:
             reader.skip(kind)
     if not path:
         return
-    group.sizes[path[0]] = group.sizes.get(path[0], 0) + size
+    bytes_before, values_before = group.sizes.get(path[0], (0, 0))
+    group.sizes[path[0]] = (bytes_before + size, values_before + count)
     width = _INTEGER_BYTES.get(physical)
     low, high = bounds
     if path == ["episode_index"] and low is not None and high is not None and len(low) == len(high) == width:
@@ -188,6 +207,13 @@ class _Compact:
         if not _BYTE < kind < _DOUBLE:
             raise FooterError(f"expected a number, found Thrift type {kind}")
         return self._zigzag()
+
+    def count(self, kind: int) -> int:
+        """An integer that counts bytes, rows or values."""
+        number = self.integer(kind)
+        if not 0 <= number < _MAX_COUNT:
+            raise FooterError(f"a count is {number}")
+        return number
 
     def binary(self) -> bytes:
         """A length and that many bytes."""

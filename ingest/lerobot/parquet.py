@@ -118,44 +118,85 @@ class ParquetSource:
         return self.store.read_ranges(self.path, [(size - 8 - length, size - 8)])[0]
 
     @contextmanager
-    def opened(self, footer: Footer | None = None) -> Generator[pq.ParquetFile]:
-        """The open file; every Arrow fault inside the block becomes a typed error that names the file.
-
-        Args:
-            footer: a footer read before, which saves reading it again.
-        """
-        known = footer or self.footer()
+    def faults(self) -> Generator[None]:
+        """Turns Arrow faults inside the block into typed errors that name the file; the block should hold Arrow calls only."""
         try:
-            with self.store.open(self.path) as handle:
-                yield pq.ParquetFile(handle, metadata=known.metadata)
-        except ObjectNotFoundError as error:
-            raise self.make_error(f"{self.where} is missing") from error
+            yield
         except ReelrayError:
             raise
         except _ARROW_FAULTS as error:
             raise self.make_error(f"{self.where} is damaged: {error}") from error
 
+    @contextmanager
+    def opened(self, footer: Footer | None = None) -> Generator[pq.ParquetFile]:
+        """The open file.
 
-def column_names(file: pq.ParquetFile, source: ParquetSource) -> list[str]:
-    """Top-level column names.
+        Args:
+            footer: a footer read before, which saves reading it again.
 
-    Raises:
-        DatasetError: two columns have the same name, so that neither can be chosen.
-    """
-    names = list(file.schema_arrow.names)
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        raise source.make_error(f"{source.where} has columns of the same name: {', '.join(twice[:5])}; write the file again without them")
-    return names
+        Raises:
+            DatasetError: the file is missing or damaged.
+        """
+        known = footer or self.footer()
+        try:
+            handle = self.store.open(self.path)
+        except ObjectNotFoundError as error:
+            raise self.make_error(f"{self.where} is missing") from error
+        with handle:
+            with self.faults():
+                file = pq.ParquetFile(handle, metadata=known.metadata)
+            yield file
+
+    def column_names(self, file: pq.ParquetFile) -> list[str]:
+        """Top-level column names.
+
+        Raises:
+            DatasetError: two columns have the same name, so that neither can be chosen.
+        """
+        with self.faults():
+            names = list(file.schema_arrow.names)
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        if twice:
+            raise self.make_error(f"{self.where} has columns of the same name: {', '.join(twice[:5])}; write the file again without them")
+        return names
+
+    def check_columns(self, names: Sequence[str], wanted: Sequence[str]) -> None:
+        """Raises when a wanted column is not there; the message lists what is."""
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            listed = ", ".join(names[:40]) + (" …" if len(names) > 40 else "")
+            raise self.make_error(f"{self.where} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; it has {listed}")
+
+    def batches(self, file: pq.ParquetFile, group: int, columns: Sequence[str], rows: int) -> Generator[pa.Table]:
+        """The rows of one row group in tables of at most ``rows`` rows, so that memory stays bounded.
+
+        Raises:
+            DatasetError: the file is damaged.
+        """
+        with self.faults():
+            iterator = iter(file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False))
+        while True:
+            with self.faults():
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield pa.Table.from_batches([batch])
 
 
-def check_read_size(footer: Footer, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
+def check_read_size(footer: Footer, groups: Sequence[int], columns: Sequence[str], where: str, batch_rows: int | None = None) -> None:
     """Refuses reads whose stated size could exhaust memory.
+
+    Args:
+        footer: the file's footer.
+        groups: row groups to read.
+        columns: columns to read.
+        where: names the file in the error.
+        batch_rows: rows that are in memory at once, when the groups are walked in batches.
 
     Raises:
         UnsafeInputError: names the size and the limit.
     """
-    total = footer.groups.read_bytes(list(groups), list(columns))
+    total = footer.groups.read_bytes(list(groups), list(columns), batch_rows)
     if total > MAX_READ_BYTES:
         raise UnsafeInputError(f"{where}: the footer announces {total} bytes for one read; the limit is {MAX_READ_BYTES}")
 
@@ -168,19 +209,12 @@ def read_columns(source: ParquetSource, columns: Sequence[str], optional: Sequen
     """
     footer = source.footer()
     with source.opened(footer) as file:
-        names = column_names(file, source)
-        check_columns(names, columns, source)
+        names = source.column_names(file)
+        source.check_columns(names, columns)
         wanted = [*columns, *(name for name in optional if name in names)]
         check_read_size(footer, range(len(footer.groups)), wanted, source.where)
-        return file.read(columns=wanted, use_threads=False).select(wanted)
-
-
-def check_columns(names: Sequence[str], wanted: Sequence[str], source: ParquetSource) -> None:
-    """Raises when a wanted column is not there."""
-    missing = [name for name in wanted if name not in names]
-    if missing:
-        listed = ", ".join(names[:40]) + (" …" if len(names) > 40 else "")
-        raise source.make_error(f"{source.where} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; it has {listed}")
+        with source.faults():
+            return file.read(columns=wanted, use_threads=False).select(wanted)
 
 
 def _no_nulls(table: pa.Table, name: str, source: ParquetSource) -> pa.ChunkedArray:

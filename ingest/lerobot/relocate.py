@@ -16,7 +16,7 @@ from ingest.errors import RowsError
 from ingest.lerobot.episodes import group_files
 from ingest.lerobot.findings import Finding
 from ingest.lerobot.footercache import FooterCache
-from ingest.lerobot.parquet import ParquetSource, check_columns, column_names, integer_column, read_columns
+from ingest.lerobot.parquet import ParquetSource, check_read_size, integer_column, read_columns
 from ingest.lerobot.source import Source
 
 
@@ -72,8 +72,10 @@ def _frames_in(source: Source, path: str, episode: int, footers: FooterCache) ->
         return np.empty(0, dtype=np.int64)
     names = ["episode_index", "frame_index"]
     with file.opened(footer) as opened:
-        check_columns(column_names(opened, file), names, file)
-        table = opened.read_row_groups(groups, columns=names, use_threads=False)
+        file.check_columns(file.column_names(opened), names)
+        check_read_size(footer, groups, names, file.where)
+        with file.faults():
+            table = opened.read_row_groups(groups, columns=names, use_threads=False)
     return integer_column(table, "frame_index", file)[integer_column(table, "episode_index", file) == episode]
 
 

@@ -21,7 +21,7 @@ from ingest.lerobot.findings import Finding
 from ingest.lerobot.footercache import FooterCache
 from ingest.lerobot.images import decode_cell
 from ingest.lerobot.info import Info
-from ingest.lerobot.parquet import ParquetSource, check_columns, check_read_size, column_names, python_values
+from ingest.lerobot.parquet import ParquetSource, check_read_size, python_values
 from ingest.lerobot.relocate import find_rows, missing_rows, moved_findings
 from ingest.lerobot.source import Source
 from ingest.storage.base import Store
@@ -169,13 +169,14 @@ class RowReader:
         file = ParquetSource(self._source.store, path, make_error)
         columns = list(dict.fromkeys((*keys, *KEY_COLUMNS)))
         with file.opened(footer) as opened:
-            check_columns(column_names(opened, file), columns, file)
+            file.check_columns(file.column_names(opened), columns)
             groups = footer.groups.candidates(episode)
-            check_read_size(footer, groups, columns, file.where)
-            pieces = [piece for group in groups for piece in _filtered(opened, group, int(footer.groups.rows[group]), columns, episode)]
-            if not pieces:
-                return opened.schema_arrow.empty_table().select(columns)
-            return pa.concat_tables(pieces)
+            check_read_size(footer, groups, columns, file.where, _BATCH_ROWS)
+            pieces = [
+                piece for group in groups for piece in _filtered(file, opened, group, int(footer.groups.rows[group]), columns, episode)
+            ]
+            with file.faults():
+                return pa.concat_tables(pieces) if pieces else opened.schema_arrow.empty_table().select(columns)
 
 
 def read_rows(source: Source, episode: int, columns: Sequence[str] | None = None) -> EpisodeRows:
@@ -193,16 +194,16 @@ def _projection(info: Info, columns: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(columns))
 
 
-def _filtered(file: pq.ParquetFile, group: int, rows: int, columns: list[str], episode: int) -> Iterator[pa.Table]:
+def _filtered(file: ParquetSource, opened: pq.ParquetFile, group: int, rows: int, columns: list[str], episode: int) -> Iterator[pa.Table]:
     """Rows of ``episode`` in one row group; large groups are walked in batches, so that memory stays bounded."""
     if rows <= 2 * _BATCH_ROWS:
-        tables = iter([file.read_row_group(group, columns=columns, use_threads=False)])
+        with file.faults():
+            tables = iter([opened.read_row_group(group, columns=columns, use_threads=False)])
     else:
-        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
-        tables = (pa.Table.from_batches([batch]) for batch in batches)
+        tables = file.batches(opened, group, columns, _BATCH_ROWS)
     for table in tables:
-        mask = pc.equal(table.column("episode_index"), episode)  # type: ignore[attr-defined]
-        kept = table.select(columns).filter(mask)
+        with file.faults():
+            kept = table.select(columns).filter(pc.equal(table.column("episode_index"), episode))  # type: ignore[attr-defined]
         if kept.num_rows:
             yield kept
 

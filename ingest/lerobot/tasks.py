@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ingest.errors import MetadataError, ObjectNotFoundError
 from ingest.lerobot.info import read_json
-from ingest.lerobot.parquet import ParquetSource, column_names, integer_column, python_values, read_columns
+from ingest.lerobot.parquet import ParquetSource, integer_column, python_values, read_columns
 from ingest.storage.base import Store
 
 TASKS_PATH = "meta/tasks.parquet"
@@ -63,7 +63,7 @@ def read_tasks(store: Store) -> Tasks:
     """
     source = ParquetSource(store, TASKS_PATH)
     with source.opened() as file:
-        names = column_names(file, source)
+        names = source.column_names(file)
         column = _text_column(file.schema_arrow, names, source)
     table = read_columns(source, ["task_index", column])
     numbers = integer_column(table, "task_index", source)

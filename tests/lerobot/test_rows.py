@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ingest.errors import DatasetError, RowsError, SelectionError
+from ingest.errors import DatasetError, RowsError, SelectionError, UnsafeInputError
 from ingest.lerobot.columns import item_value, numeric_values
 from ingest.lerobot.footer import FooterError, parse_footer
 from ingest.lerobot.info import Feature
@@ -163,6 +163,15 @@ def test_footers_say_what_pyarrow_says(dataset: Dataset, options: dict[str, Any]
         assert bool(footer.groups.known[group]) == (episodes.statistics is not None and episodes.statistics.has_min_max)
         if footer.groups.known[group]:
             assert (footer.groups.low[group], footer.groups.high[group]) == (episodes.statistics.min, episodes.statistics.max)
+
+
+def test_reads_are_bounded_before_memory_is_taken(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = dataset.root / "meta/tasks.parquet"
+    pq.write_table(pa.table({"task_index": np.zeros(3_000_000, dtype=np.int64), "task": pa.array(["x"] * 3_000_000)}), path)
+    assert path.stat().st_size < 10_000
+    monkeypatch.setattr("ingest.lerobot.parquet.MAX_READ_BYTES", 40_000_000)
+    with pytest.raises(UnsafeInputError, match=r"tasks\.parquet: the footer announces 48000000 bytes"):
+        dataset.open()
 
 
 @settings(max_examples=200, deadline=None)
