@@ -24,9 +24,9 @@ def can_start(entry: SampleEntry, head: bytes) -> bool | None:
         return True
     match entry.decoder:
         case "h264":
-            return _h264(head, _length_size(entry.extradata, 4))
+            return _h264(head, length_size(entry) or 4)
         case "hevc":
-            return _hevc(head, _length_size(entry.extradata, 21))
+            return _hevc(head, length_size(entry) or 4)
         case "av1":
             return _av1(head)
         case "vp9":
@@ -41,8 +41,12 @@ def can_start(entry: SampleEntry, head: bytes) -> bool | None:
             return None
 
 
-def _length_size(extradata: bytes, at: int) -> int:
-    return (extradata[at] & 3) + 1 if len(extradata) > at else 4
+def length_size(entry: SampleEntry) -> int | None:
+    """Bytes of the length before every coded unit of a sample; None for codecs without such lengths."""
+    at = {"h264": 4, "hevc": 21}.get(entry.decoder)
+    if at is None or len(entry.extradata) <= at or entry.extradata[0] != 1:
+        return None
+    return (entry.extradata[at] & 3) + 1
 
 
 def _units(head: bytes, length_size: int) -> Iterator[bytes]:

@@ -13,7 +13,9 @@ from ingest.errors import ReelrayError, VideoFormatError
 from ingest.storage.base import Store
 from ingest.storage.local import LocalStore
 from ingest.video.checksums import add_checksums
+from ingest.video.entries import parse_sample_entries
 from ingest.video.index import probe_table
+from ingest.video.keys import length_size
 from ingest.video.layout import MAX_PROBE_BYTES
 from ingest.video.sidecar.archive import SidecarArchive
 from ingest.video.sidecar.build import index_file
@@ -34,7 +36,7 @@ def show_index(source: Path | str, *, file: str | None = None, max_probe_bytes: 
         samples in decode order and media time before edit lists; for a sidecar without ``file`` its manifest in short.
 
     Raises:
-        VideoFormatError: the file cannot be indexed, or its samples lie beyond its end.
+        VideoFormatError: the file cannot be indexed, its samples lie beyond its end, or they do not begin as its codec demands.
         SidecarError: damaged sidecar, or ``file`` is not in it.
         StorageError: it cannot be read.
     """
@@ -42,7 +44,8 @@ def show_index(source: Path | str, *, file: str | None = None, max_probe_bytes: 
     if path.suffix == ".npz":
         with SidecarArchive(path) as archive:
             return _show_table(archive.table(file)) if file is not None else _show_sidecar(archive)
-    table = probe_table(LocalStore.at(path.parent), path.name, max_probe_bytes=max_probe_bytes)
+    store = LocalStore.at(path.parent)
+    table = probe_table(store, path.name, max_probe_bytes=max_probe_bytes)
     missing = table.truncated
     if missing.size:
         raise VideoFormatError(
@@ -50,7 +53,28 @@ def show_index(source: Path | str, *, file: str | None = None, max_probe_bytes: 
             f"{int(missing[0])} on: it is truncated",
             file=str(path),
         )
+    misframed = _first_misframed(store, table)
+    if misframed is not None:
+        raise VideoFormatError(
+            f"{path}: sample {misframed} does not hold {table.codec} data: the size table is wrong or the payload is damaged",
+            file=str(path),
+        )
     return _show_table(table)
+
+
+def _first_misframed(store: LocalStore, table: SampleTable) -> int | None:
+    """First sample of a length-prefixed codec whose first unit is empty or longer than the sample; None when all are sound."""
+    entries = parse_sample_entries(table.stsd, table.path)
+    prefixed = np.array([length_size(entry) or 0 for entry in entries])
+    widths = prefixed[table.descriptions.astype(np.int64)]
+    numbers = np.flatnonzero((widths > 0) & (table.sizes > 0))
+    starts = table.offsets[numbers].astype(np.int64)
+    stops = starts + np.minimum(widths[numbers], table.sizes[numbers])
+    lengths = [int.from_bytes(raw, "big") for raw in store.read_ranges(table.path, list(zip(starts.tolist(), stops.tolist(), strict=True)))]
+    wrong = numbers[
+        (np.array(lengths, np.int64) <= 0) | (np.array(lengths, np.int64) > table.sizes[numbers].astype(np.int64) - widths[numbers])
+    ]
+    return int(wrong[0]) if len(wrong) else None
 
 
 def _show_table(table: SampleTable) -> dict[str, Any]:
