@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ingest.errors import SettingsError
 from ingest.lerobot.barcode import HEIGHT, WIDTH, paint_barcode, picture_code, read_barcode
+from ingest.lerobot.doctor import audit
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.lerobot.make_video import CODECS
 from ingest.lerobot.rows import read_rows
@@ -38,6 +39,7 @@ def decoded(source: Source, path: str) -> list[tuple[float, int | None, bool]]:
 
 
 def assert_barcodes(source: Source) -> None:
+    assert audit(source.store, strict_time=True).findings == ()
     for number, camera in enumerate(source.cameras):
         mapped = source.maps[camera]
         for file, path in enumerate(mapped.paths):

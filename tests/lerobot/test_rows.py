@@ -168,7 +168,7 @@ def test_footers_say_what_pyarrow_says(dataset: Dataset, options: dict[str, Any]
 def test_reads_are_bounded_before_memory_is_taken(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dataset.root / "meta/tasks.parquet"
     pq.write_table(pa.table({"task_index": np.zeros(3_000_000, dtype=np.int64), "task": pa.array(["x"] * 3_000_000)}), path)
-    assert path.stat().st_size < 10_000
+    assert path.stat().st_size < 100_000
     monkeypatch.setattr("ingest.lerobot.parquet.MAX_READ_BYTES", 40_000_000)
     with pytest.raises(UnsafeInputError, match=r"tasks\.parquet: the footer announces 48000000 bytes"):
         dataset.open()

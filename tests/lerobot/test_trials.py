@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ingest.errors import MetadataError, PictureCountError, RowsError, SelectionError, UnsupportedVersionError
+from ingest.lerobot.barcode import read_barcode
 from ingest.lerobot.doctor import audit
 from ingest.lerobot.findings import AuditReport
 from ingest.lerobot.relocate import verify_data_files
@@ -65,6 +67,19 @@ def check_counts(source: Source) -> None:
             source.check_pictures(path, camera, len(index.table(path).presented))
 
 
+def check_codes(source: Source, codes: dict[str, list[int]]) -> None:
+    """Every presented picture of every file carries the code that EXPECT gives for the row that position assigns it to."""
+    assert set(codes) == set(source.cameras)
+    for camera, expected in codes.items():
+        mapped = source.maps[camera]
+        for number, path in enumerate(mapped.paths):
+            with av.open(str(Path(source.store.url) / path)) as container:
+                found = [read_barcode(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+            rows = mapped.rows_of(number)
+            wanted = [code for row in rows for code in expected[source.episodes.dataset_from[row] : source.episodes.dataset_to[row]]]
+            assert found == wanted, path
+
+
 def errors(report: AuditReport) -> list[tuple[str, int | None, str | None, str | None, str | None]]:
     return [(item.code, item.episode, item.column, item.found, item.expected) for item in report.findings if item.severity == "error"]
 
@@ -84,6 +99,8 @@ def test_sound_trials(trial: Callable[[str], Path], name: str) -> None:
         lengths = answer.get("length", answer.get("lengths"))
         assert lengths is None or source.episode_frames().tolist() == lengths
         check_counts(source)
+        if "codes" in answer:
+            check_codes(source, answer["codes"])
         assert audit(source.store).exit_status == 0
 
 
@@ -192,6 +209,7 @@ def test_stale_metadata(trial: Callable[[str], Path], tmp_path: Path) -> None:
             assert source.episode_frames().tolist() == lengths
             assert read_indices(source) == list(range(70))
             check_counts(source)
+            check_codes(source, expect(folder)["codes"])
 
 
 def test_interrupted_recordings(trial: Callable[[str], Path], tmp_path: Path) -> None:
@@ -293,6 +311,7 @@ def test_unusual_but_legal_layouts(trial: Callable[[str], Path], tmp_path: Path)
         assert read_indices(source) == list(range(answer["rows"]))
         assert source.episode_frames().tolist() == answer["lengths"]
         check_counts(source)
+        check_codes(source, answer["codes"])
         assert audit(source.store).exit_status == 0
         assert source.info.features[TOP].picture_shape == (64, 96, 3)
     rows = RowReader(opened(tmp_path / "d")).read(1)
