@@ -174,9 +174,9 @@ def _dealt(pieces: Pieces, lanes: int, key: tuple[int, int]) -> tuple[Pieces, ND
     """Pieces in the order of the lanes, the lane of each, and the length of each lane."""
     if not len(pieces):
         return pieces, np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    word = hash_key(*key, _EPISODE_SALT, pieces.dataset, pieces.episode, pieces.copy)
-    word = np.broadcast_to(word, len(pieces))
-    line = pieces.take(np.lexsort((pieces.start, pieces.lo, pieces.copy, pieces.episode, pieces.dataset, word)))
+    pieces = pieces.sorted_by_episode()
+    word = np.broadcast_to(hash_key(*key, _EPISODE_SALT, pieces.dataset, pieces.episode, pieces.copy), len(pieces))
+    line = pieces.take(np.argsort(word, kind="stable"))
     stop = np.cumsum(line.count)
     begin = stop - line.count
     group = line.groups()
@@ -193,12 +193,21 @@ def _dealt(pieces: Pieces, lanes: int, key: tuple[int, int]) -> tuple[Pieces, ND
     edges = np.flatnonzero(np.diff(episode, prepend=-1, append=-1))
     shared_before = left[edges[:-1]][episode] < starts[lane]
     shared_after = right[edges[1:] - 1][episode] > ends[lane]
-    early = np.isin(left, starts) | (shared_before & ~shared_after)
-    late = np.isin(left, phases) | (shared_after & ~shared_before)
+    early = _among(left, starts) | (shared_before & ~shared_after)
+    late = _among(left, phases) | (shared_after & ~shared_before)
     place = np.where(early, 0, np.where(late, 2, 1))
     word = np.broadcast_to(hash_key(*key, _PIECE_SALT, cut.dataset, cut.episode, cut.lo, cut.start, cut.copy), len(cut))
-    inner = np.lexsort((cut.start, cut.lo, cut.unit, word, place, lane))
+    by_word = np.argsort(word, kind="stable")
+    inner = by_word[np.argsort((lane * 3 + place)[by_word], kind="stable")]
     return cut.take(inner), lane[inner], ends - starts
+
+
+def _among(values: NDArray[np.int64], points: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which values are among ascending points, bool like ``values``."""
+    found = np.zeros(len(values), dtype=np.bool_)
+    if len(points):
+        found = points[np.minimum(np.searchsorted(points, values), len(points) - 1)] == values
+    return found
 
 
 def _lane_ends(begin: NDArray[np.int64], stop: NDArray[np.int64], undivided: NDArray[np.bool_], lanes: int) -> NDArray[np.int64]:

@@ -150,7 +150,8 @@ class Pieces:
             The pieces along the line, and the part (0..K-1) of each, int64.
         """
         line_end = np.cumsum(self.count)
-        points = np.unique(np.concatenate((np.zeros(1, dtype=np.int64), line_end, ends)))
+        points = np.sort(np.concatenate((np.zeros(1, dtype=np.int64), line_end, ends)), kind="stable")
+        points = points[np.flatnonzero(np.diff(points, append=points[-1] + 1))]
         left, size = points[:-1], np.diff(points)
         row = np.searchsorted(line_end, left, side="right")
         part = np.searchsorted(ends, left, side="right")

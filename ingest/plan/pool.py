@@ -75,6 +75,7 @@ class CoveragePool:
         if pool_size < 1:
             raise PlanError(f"pool_size must be positive, found {pool_size}")
         self._counts: list[int] = np.asarray(counts, dtype=np.int64).tolist()
+        self._total = sum(self._counts)
         names = np.arange(len(self._counts)) if names is None else names
         self._sizes = _checked_sizes(sizes, byte_budget, names, len(self._counts))
         self._budget = byte_budget
@@ -133,16 +134,11 @@ class CoveragePool:
     def take(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The next samples, fewer at the end: slots int64[K] and frames int64[K], K <= count."""
         step = self._next_by_round if self._round_robin else self._next_by_remaining
-        count = min(count, self._frames_ahead())
+        count = min(count, self._total - self.emitted)
         slots, frames = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         for row in range(count):
             slots[row], frames[row] = step()
         return slots, frames
-
-    def _frames_ahead(self) -> int:
-        waiting = self._pending[self._head :][~self._taken[self._head :]]
-        slots: list[int] = waiting.tolist()
-        return self.remaining_total + sum(self._counts[slot] for slot in slots)
 
     def _next_by_remaining(self) -> tuple[int, int]:
         draw = self._draw()

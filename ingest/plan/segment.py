@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,7 @@ class SegmentPlan:
         # Leftovers are cut rather than refused: a change of topology must never end a run.
         self._may_cut = number > 0 or settings.share == "frame_exact" or settings.weights is not None
         world, workers = topology.world_size, topology.consumers
-        cut_below = world * workers if number > 0 else 0
+        cut_below = world * (1 if settings.clamp_workers else workers) if number > 0 else 0
         self._quotas = None if settings.weights is None else block_quotas(pieces.units, settings)
         self.ranks: Division = self._divide(self.pieces, world, settings.share, cut_below)
         if number == 0:
@@ -104,9 +104,7 @@ class SegmentPlan:
     def workers(self, rank: int) -> int:
         """Consumers of a rank, at least 1."""
         wanted = self.topology.consumers
-        if self._may_cut:
-            return wanted
-        return max(1, min(wanted, int(self.ranks.episodes[rank])))
+        return max(1, min(wanted, int(self.ranks.episodes[rank]))) if self.settings.clamp_workers else wanted
 
     def division(self, rank: int) -> Division:
         """The rank's pieces divided among its workers."""
@@ -166,7 +164,7 @@ class SegmentPlan:
         orders: list[Order] = []
         for part in parts:
             if self.settings.tail == "loop" and len(part):
-                orders.append(LoopOrder(lambda epoch, part=part: self._order(part, workers, epoch), self.epoch))
+                orders.append(LoopOrder(partial(self._order, part, workers), self.epoch))
             else:
                 orders.append(self._order(part, workers, self.epoch))
         for skip in self.skips:

@@ -55,6 +55,9 @@ def divide(pieces: Pieces, parts: int, *, share: Share, seed: int, cut_below: in
     """
     group = pieces.groups()
     episodes = int(group[-1]) + 1 if len(group) else 0
+    if parts == 1:
+        frames = np.array([int(pieces.count.sum())], dtype=np.int64)
+        return Division(pieces, np.arange(len(pieces)), np.array([0, len(pieces)]), frames, np.array([episodes]))
     if share == "frame_exact" or episodes < cut_below:
         return _in_line([_line(pieces, seed).cut(even_bounds(int(pieces.count.sum()), parts))], pieces, parts)
     frames = _totals(group, pieces.count, episodes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -313,3 +315,15 @@ def test_pool_states_spare_the_replay() -> None:
     assert lanes.pool_state(0, 3) is None
     with pytest.raises(CursorError, match="has no coverage pool"):
         lanes.load_pool_state(0, b"")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("tail", ["exact", "loop"])
+def test_plans_travel_between_processes(strategy: str, tail: str) -> None:
+    plan = planned(trial_units(), strategy, (2, 2, 4), tail=tail)
+    expected = [batch_key(one) for one in plan.rank(1).batches(0, 6)]
+    copied = pickle.loads(pickle.dumps(plan))
+    assert [batch_key(one) for one in copied.rank(1).batches(0, 6)] == expected
+    rank = pickle.loads(pickle.dumps(plan.rank(1)))
+    assert [batch_key(one) for one in rank.batches(0, 6)] == expected
+    assert copied.cursor == plan.cursor
