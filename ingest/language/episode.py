@@ -185,21 +185,27 @@ def read_language(source: Source, episodes: Sequence[int] | None = None) -> Iter
         LanguageError: a language column is malformed, or stored without being declared in ``info.json``.
         RowsError: rows are missing or unreadable.
     """
+    check_declared(source)
     declared = [column for column in LANGUAGE_COLUMNS if column in source.info.features]
     numbers = [int(number) for number in source.episodes.episode_index] if episodes is None else list(episodes)
-    if numbers:
-        _check_declared(source, numbers[0], declared)
     reader = RowReader(source)
     for number in numbers:
         rows = reader.read(number, [*PLANNING_COLUMNS, *declared])
         yield episode_language(rows, source.tasks)
 
 
-def _check_declared(source: Source, episode: int, declared: Sequence[str]) -> None:
-    path = source.data_files(episode)[0]
+def check_declared(source: Source) -> None:
+    """Refuses a dataset whose files hold a language column that ``info.json`` does not declare; looks at one shard.
+
+    Raises:
+        LanguageError: names the column and the line to add.
+    """
+    if not len(source.episodes):
+        return
+    path = source.data_files(int(source.episodes.episode_index[0]))[0]
     with source.store.open(path) as file:
         stored = pq.read_schema(file).names
-    hidden = [column for column in LANGUAGE_COLUMNS if column in stored and column not in declared]
+    hidden = [column for column in LANGUAGE_COLUMNS if column in stored and column not in source.info.features]
     if hidden:
         raise LanguageError(
             f"{path} stores {', '.join(hidden)} but meta/info.json does not declare it: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ingest.errors import SelectionError
+from ingest.language.audit import AnnotationFinding, audit_annotations
 from ingest.language.coverage import LanguagePlan, coverage_summary
 from ingest.language.episode import EpisodeLanguage
 from ingest.language.importing import spans_of
@@ -225,11 +226,13 @@ class StyleReport:
         entries: sorted by style, then most frames first.
         episodes: episodes looked at.
         annotated: episodes with at least one row.
+        findings: what is questionable about the rows.
     """
 
     entries: tuple[StyleEntry, ...]
     episodes: int
     annotated: int
+    findings: tuple[AnnotationFinding, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -248,17 +251,31 @@ class StyleReport:
                 }
                 for entry in self.entries
             ],
+            "findings": [
+                {
+                    "kind": finding.kind,
+                    "severity": finding.severity,
+                    "message": finding.message,
+                    "episode": finding.episode,
+                    "frame": finding.frame,
+                    "style": finding.style,
+                }
+                for finding in self.findings
+            ],
         }
 
     def to_text(self) -> str:
         """A table for a terminal."""
         head = f"{self.annotated} of {self.episodes} episodes are annotated, {len(self.entries)} distinct texts"
-        return head + ("\n\n" + text_table(_STYLE_HEADER, self._rows(60)) if self.entries else "")
+        parts = [head, text_table(_STYLE_HEADER, self._rows(60)) if self.entries else "", "\n".join(map(str, self.findings))]
+        return "\n\n".join(part for part in parts if part)
 
     def to_html(self) -> str:
         """A page of its own."""
         head = f"<p>{self.annotated} of {self.episodes} episodes are annotated.</p>"
-        return page("Language annotations", head + table(_STYLE_HEADER, self._rows(2000)))
+        rows = [[item.severity, item.kind, item.episode, "" if item.frame is None else item.frame, item.message] for item in self.findings]
+        problems = heading("Findings") + table(["severity", "rule", "episode", "frame", "message"], rows) if rows else ""
+        return page("Language annotations", head + table(_STYLE_HEADER, self._rows(2000)) + problems)
 
     def _rows(self, width: int) -> list[list[object]]:
         return [
@@ -271,13 +288,20 @@ _STYLE_HEADER = ("style", "role", "rows", "episodes", "frames", "first span", "t
 _KEPT_SPANS = 20
 
 
-def style_report(episodes: Iterable[EpisodeLanguage]) -> StyleReport:
-    """Distinct texts of a selection with counts and spans."""
+def style_report(episodes: Iterable[EpisodeLanguage], cameras: Collection[str] | None = None) -> StyleReport:
+    """Distinct texts of a selection with counts and spans, and what is questionable about the rows.
+
+    Args:
+        episodes: from ``read_language``.
+        cameras: the dataset's camera keys, to check those of the rows; None leaves them unchecked.
+    """
+    findings: list[AnnotationFinding] = []
     found: dict[tuple[str | None, str, str], list[tuple[int, int, int]]] = {}
     total = annotated = 0
     for language in episodes:
         total += 1
         annotated += language.rows.annotated
+        findings += audit_annotations([language], cameras)
         for style in [name for name, known in STYLES.styles.items() if known.column == STATE_COLUMN]:
             for role in dict.fromkeys(str(row.get("role")) for state in language.rows.states for row in state if row.get("style") == style):
                 for span in spans_of(language, style, role=role):
@@ -298,9 +322,8 @@ def style_report(episodes: Iterable[EpisodeLanguage]) -> StyleReport:
         )
         for (style, role, text), spans in found.items()
     ]
-    return StyleReport(
-        tuple(sorted(entries, key=lambda entry: (entry.style or "", -entry.frames, entry.role, entry.text))), total, annotated
-    )
+    ordered = sorted(entries, key=lambda entry: (entry.style or "", -entry.frames, entry.role, entry.text))
+    return StyleReport(tuple(ordered), total, annotated, tuple(findings))
 
 
 def _row_text(row: Row) -> str:

@@ -15,7 +15,16 @@ from ingest.errors import LanguageError
 from ingest.language.recipe import TrainingRecipe
 from ingest.language.render import Frame, Rendered, render_branch, task_text
 from ingest.language.rows import Row, StateRows, mapping_rows, state_rows, unwrap_number, unwrap_scalar
-from ingest.language.step import MESSAGES_KEY, READ_MESSAGES_KEYS, STREAMS_KEY, TARGETS_KEY, is_empty, task_only, without_columns
+from ingest.language.step import (
+    MESSAGES_KEY,
+    READ_MESSAGES_KEYS,
+    STREAMS_KEY,
+    TARGETS_KEY,
+    is_empty,
+    sample_time,
+    task_only,
+    without_columns,
+)
 from ingest.language.styles import EVENT_COLUMN, LANGUAGE_COLUMNS, STATE_COLUMN
 
 Policy = Literal["error", "fallback", "drop"]
@@ -99,7 +108,7 @@ class RenderStage:
         if is_empty(state) and is_empty(events):
             rendered = task_only(task)
             return self._with(sample, rendered) if rendered is not None else without_columns(sample)
-        t = unwrap_number(sample.get("timestamp"), "timestamp")
+        t = unwrap_number(sample_time(sample), "timestamp")
         verdict = self.judge(state_rows(state), mapping_rows(events), t, int(unwrap_scalar(sample.get("index", 0), "index")), task)
         return None if verdict.rendered is None else self._with(sample, verdict.rendered)
 

@@ -62,7 +62,7 @@ class RenderTrainingMessagesStep:
             return transition if fallback is None else self._put(transition, {**data}, fallback)
         if _is_batch(state) or _is_batch(events):
             return self._batch(transition, data)
-        rendered = self._item(state, events, data.get("task"), unwrap_number(_timestamp(data), "timestamp"), _index(data))
+        rendered = self._item(state, events, data.get("task"), unwrap_number(sample_time(data), "timestamp"), _index(data))
         if rendered is None:
             return None
         return self._put(transition, without_columns(data), rendered)
@@ -90,7 +90,7 @@ class RenderTrainingMessagesStep:
         size = _batch_size(data)
         states = data.get(STATE_COLUMN) or [None] * size
         events = data.get(EVENT_COLUMN) or [None] * size
-        times = _spread(_timestamp(data), size, "timestamp")
+        times = _spread(sample_time(data), size, "timestamp")
         indices = _spread(data.get("index", 0), size, "index")
         tasks = _spread(data.get("task"), size, "task")
         if not self.lerobot_batches and all(is_empty(states[item]) and is_empty(events[item]) for item in range(size)):
@@ -178,7 +178,12 @@ def keep_items(value: Any, kept: list[int], size: int, name: str) -> Any:
     return [listed[item] for item in kept] if listed is not None else array[kept]
 
 
-def _timestamp(data: Mapping[str, Any]) -> Any:
+def sample_time(data: Mapping[str, Any]) -> Any:
+    """The ``timestamp`` of an annotated sample, or of a batch of them.
+
+    Raises:
+        LanguageKeyError: there is none.
+    """
     if data.get("timestamp") is None:
         raise LanguageKeyError(
             "an annotated sample needs its frame timestamp to be rendered; keep the timestamp column", kind="missing_timestamp"

@@ -119,7 +119,7 @@ class RecipeRender:
 
 @dataclass(frozen=True, slots=True)
 class RecipeStyles:
-    """The distinct annotation texts of a dataset, with counts and spans."""
+    """The distinct annotation texts of a dataset, with counts and spans. Status 1: rows that no recipe can use."""
 
     source: Annotated[str, Positional, tyro.conf.arg(metavar="SRC")]
     """Dataset."""
@@ -135,16 +135,17 @@ class RecipeStyles:
         from ingest.language.episode import read_language
         from ingest.language.reports import style_report
 
-        report = style_report(read_language(_open(self.source), self.episodes or None))
+        source = _open(self.source)
+        report = style_report(read_language(source, self.episodes or None), _cameras(source))
         _show(report, self.json, self.html, report.to_html)
-        return 0
+        return 1 if any(finding.severity == "error" for finding in report.findings) else 0
 
 
 def _open(location: str) -> Source:
     from ingest.lerobot.source import open_source
-    from ingest.storage.local import LocalStore
+    from ingest.storage.stores import open_store
 
-    return open_source(LocalStore.at(location))
+    return open_source(open_store(location))
 
 
 def _cameras(source: Source) -> Sequence[str]:

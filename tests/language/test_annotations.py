@@ -25,6 +25,7 @@ from ingest.language import (
     with_say,
 )
 from ingest.language.annotate import STAGING_MODULES, ambiguities, column_row
+from ingest.language.audit import audit_annotations
 from ingest.language.columns import rows_array
 from ingest.language.coverage import coverage_summary, plan_language
 from ingest.language.episode import AnnotationRows, EpisodeLanguage, read_language
@@ -359,6 +360,45 @@ def test_styles_list_texts_with_counts_and_spans(annotated):
     assert report.annotated == report.episodes == 3
     assert "careful" in report.to_text()
     assert "<script" not in report.to_html()
+
+
+def test_audit_names_every_questionable_row_with_its_place(tmp_path, capsys):
+    root = make(tmp_path / "ds", {CAM0: {"dtype": "image", "shape": [4, 4, 3], "names": None}})
+    write_annotations(root, {})
+    path = root / "data/chunk-000/file-001.parquet"
+    table = pq.read_table(path)
+    rows = [
+        state_row("a", 0.0),
+        state_row("b", 0.0),
+        state_row("c", 0.05),
+        state_row("d", 0.0, style="nonsense"),
+        {**state_row("e", 0.0, style="vqa"), "camera": "observation.images.left"},
+    ]
+    events = [[] for _ in range(14)]
+    events[3] = [vqa("user", "q", None), {"role": "user", "style": "interjection", "content": None}]
+    states = [rows] * 13 + [[]]
+    for name, lists in ((STATE_COLUMN, states), (EVENT_COLUMN, events)):
+        table = table.set_column(table.schema.get_field_index(name), name, rows_array(lists, name))
+    pq.write_table(table, path)
+    findings = list(audit_annotations(read_language(source_of(root)), [CAM0]))
+    assert {(item.kind, item.severity, item.episode, item.frame, item.style) for item in findings} == {
+        ("unknown_style", "error", 2, None, "nonsense"),
+        ("style_column_mismatch", "error", 2, None, "vqa"),
+        ("camera_unknown", "error", 2, None, "vqa"),
+        ("camera_required", "error", 2, 3, "vqa"),
+        ("row_without_payload", "warning", 2, 3, "interjection"),
+        ("ambiguous_rows", "error", 2, None, "subtask"),
+        ("state_not_broadcast", "warning", 2, 13, None),
+        ("state_off_frame", "warning", 2, None, "subtask"),
+    }
+    assert RecipeStyles(str(root), json=True).run() == 1
+    assert len(json.loads(capsys.readouterr().out)["findings"]) == len(findings)
+    assert RecipeStyles(str(root)).run() == 1
+    assert "error [camera_required] episode 2, frame 3" in capsys.readouterr().out
+
+
+def test_clean_annotations_have_no_findings(annotated):
+    assert list(audit_annotations(read_language(source_of(annotated)), [])) == []
 
 
 def test_previews_escape_what_they_show(annotated):
