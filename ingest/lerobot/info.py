@@ -229,7 +229,10 @@ def check_version(version: object, where: str, allow_unknown: bool) -> str:
 
 
 def _conversion(version: str) -> str:
-    last = "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME` (lerobot 0.4 or newer)"
+    last = (
+        "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME` (with --root=FOLDER for a local copy; "
+        "in lerobot 0.4 the module is lerobot.datasets.v30.convert_dataset_v21_to_v30)"
+    )
     number = version.removeprefix("v")
     if number.startswith("1."):
         return (
@@ -340,7 +343,10 @@ class _Parser:
                 raise UnsafeInputError(f"{self.where}: {name}: a camera key may not contain '/'")
             expand_template("videos/{video_key}", {"video_key": key})
         if feature.is_video or feature.is_image:
-            _ = feature.picture_shape
+            try:
+                _ = feature.picture_shape
+            except MetadataError as error:
+                raise MetadataError(f"{self.where.removesuffix(INFO_PATH)}{error}") from None
         return feature
 
     def _shape(self, name: str, shape: object) -> tuple[int, ...]:

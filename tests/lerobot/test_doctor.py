@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import CAMERA, EPISODES, Dataset  # pyright: ignore
+from spoilable import CAMERA, EPISODES, Dataset
 
 from ingest.errors import VideoFormatError
 from ingest.lerobot.doctor import audit

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import CAMERA, EPISODES, Dataset  # pyright: ignore
+from spoilable import CAMERA, EPISODES, Dataset
 
 from ingest.errors import MetadataError, SelectionError, UnsafeInputError
 from ingest.lerobot.episodes import read_episode_table

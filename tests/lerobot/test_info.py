@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Dataset  # pyright: ignore
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spoilable import Dataset
 
 from ingest.errors import MetadataError, ReelrayError, SelectionError, StorageError, UnsafeInputError, UnsupportedVersionError
 from ingest.lerobot.info import Info, read_info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import Dataset  # pyright: ignore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from spoilable import Dataset
 
 from ingest.errors import DatasetError, RowsError, SelectionError, UnsafeInputError
 from ingest.lerobot.columns import item_value, numeric_values
@@ -85,6 +86,16 @@ def test_values_are_copies_and_gather_repeats(dataset: Dataset) -> None:
     np.testing.assert_array_equal(gathered[0], gathered[1])
     gathered[:] = 77
     assert not np.any(rows.numbers["action"] == 77)
+
+
+def test_one_reader_serves_many_threads(dataset: Dataset) -> None:
+    source = dataset.open()
+    reader = RowReader(source, cached_footers=1)
+    episodes = list(range(5)) * 20
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda episode: reader.read(episode).numbers["index"].tolist(), episodes))
+    for episode, indices in zip(episodes, found, strict=True):
+        assert indices == list(range(int(source.episodes.dataset_from[episode]), int(source.episodes.dataset_to[episode])))
 
 
 def test_rows_pickle(dataset: Dataset) -> None:

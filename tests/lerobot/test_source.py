@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CAMERA, Dataset  # pyright: ignore
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spoilable import CAMERA, Dataset
 
 from ingest.errors import MetadataError, PictureCountError, SelectionError
 from ingest.lerobot.episodes import CameraSpans, EpisodeTable

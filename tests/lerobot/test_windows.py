@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import Dataset  # pyright: ignore
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spoilable import Dataset
 
 from ingest.errors import SelectionError, SettingsError
 from ingest.lerobot.windows import Windows
