@@ -19,9 +19,11 @@ from ingest.engine import open_dataset
 from ingest.engine.dataset import Dataset
 from ingest.language import RenderStage, load_recipe, read_recipe
 from ingest.language.coverage import plan_language
+from ingest.language.coverage_report import CoverageReport
 from ingest.language.episode import read_language
+from ingest.language.inventory import style_report
 from ingest.language.lint import check_recipe
-from ingest.language.reports import CoverageReport, preview_frame, style_report
+from ingest.language.preview import preview_frame
 from ingest.lerobot.source import Source
 from ingest.plan import PlanSettings, plan_epoch
 

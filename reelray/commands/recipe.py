@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import tyro
 
 if TYPE_CHECKING:
-    from ingest.language.reports import Picture
+    from ingest.language.preview import Picture
     from ingest.lerobot.source import Source
 
 Positional = tyro.conf.Positional
@@ -74,9 +74,9 @@ class RecipeCoverage:
     def run(self) -> int:
         """Prints the coverage."""
         from ingest.language.coverage import plan_language
+        from ingest.language.coverage_report import CoverageReport
         from ingest.language.episode import read_language
         from ingest.language.recipe_file import load_recipe
-        from ingest.language.reports import CoverageReport
         from ingest.language.stage import RenderStage
 
         stage = RenderStage(load_recipe(self.recipe), self.policy, self.on_ambiguous)
@@ -105,8 +105,8 @@ class RecipeRender:
     def run(self) -> int:
         """Prints the chat."""
         from ingest.language.episode import read_language
+        from ingest.language.preview import preview_frame
         from ingest.language.recipe_file import load_recipe
-        from ingest.language.reports import preview_frame
         from ingest.language.stage import RenderStage
 
         source = _open(self.source)
@@ -133,7 +133,7 @@ class RecipeStyles:
     def run(self) -> int:
         """Prints the vocabulary."""
         from ingest.language.episode import read_language
-        from ingest.language.reports import style_report
+        from ingest.language.inventory import style_report
 
         source = _open(self.source)
         report = style_report(read_language(source, self.episodes or None), _cameras(source))

@@ -28,9 +28,11 @@ from ingest.language.annotate import STAGING_MODULES, ambiguities, column_row
 from ingest.language.audit import audit_annotations
 from ingest.language.columns import rows_array
 from ingest.language.coverage import coverage_summary, plan_language
+from ingest.language.coverage_report import CoverageReport
 from ingest.language.episode import AnnotationRows, EpisodeLanguage, read_language
 from ingest.language.importing import Span, read_span_file, rephrasings, rows_from_spans, spans_of, state_row, subtasks_from_index
-from ingest.language.reports import CoverageReport, preview_frame, style_report
+from ingest.language.inventory import style_report
+from ingest.language.preview import preview_frame
 from ingest.language.write import place_rows, write_annotations
 from ingest.lerobot.rows import read_rows
 from reelray.commands.recipe import RecipeCheck, RecipeCoverage, RecipeRender, RecipeStyles
