@@ -109,6 +109,11 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object], *, verify: Call
 def write_bytes(path: Path, data: bytes) -> FileDigest:
     """Writes small content atomically."""
     write_atomic(path, lambda handle: handle.write(data))
+    return digest_of(data)
+
+
+def digest_of(data: bytes) -> FileDigest:
+    """Digest of bytes in memory."""
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
