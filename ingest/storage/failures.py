@@ -1,20 +1,25 @@
-"""The optional log of failed requests: one JSON object a line, never a credential."""
+"""Failed attempts: counted by kind, and written to the optional log, one JSON object a line, never a credential."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from urllib.parse import urlsplit
 
 from ingest import settings
 from ingest.storage.secrets import redact
+from ingest.storage.traffic import count_fault
+
+_ANSWERED = re.compile(r"\banswered (\d{3})\b")
+_NAMED = re.compile(r"[A-Za-z]{1,40}(?:Error|Timeout)\b")
 
 
 def log_failure(
     method: str, url: str, *, attempt: int, error: str, status: int | None = None, byte_range: tuple[int, int] | None = None
 ) -> None:
-    """Appends one failed attempt to the file that ``settings.http_failure_log`` names; does nothing without one.
+    """Counts one failed attempt, and appends it to the file that ``settings.http_failure_log`` names when there is one.
 
     Args:
         method: HTTP method, or the store's own verb.
@@ -24,6 +29,10 @@ def log_failure(
         status: HTTP status where there was one.
         byte_range: half-open range asked for, in bytes.
     """
+    answered = _ANSWERED.search(error)
+    status = int(answered[1]) if status is None and answered else status
+    named = _NAMED.match(error)
+    count_fault(str(status) if status is not None else named[0] if named else "unusable reply")
     path = settings.http_failure_log()
     if path is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, cast
@@ -22,6 +23,7 @@ from ingest.storage.paths import check_relative
 from ingest.storage.reader import open_ranges
 from ingest.storage.retry import RetryableError, RetryPolicy
 from ingest.storage.secrets import redact
+from ingest.storage.traffic import count_request
 
 _url_to_fs = cast("Callable[[str], tuple[Any, Any]]", url_to_fs)
 _TAGS = ("ETag", "etag", "version_id", "mtime", "LastModified")
@@ -149,8 +151,12 @@ class FsspecStore:
         where = f"{self.url}/{path}"
 
         def once(attempt: int) -> Any:
+            started = time.monotonic()
+            received = 0
             try:
-                return action()
+                result = action()
+                received = len(result) if isinstance(result, bytes) else 0
+                return result
             except (StorageError, RetryableError) as error:
                 if isinstance(error, RetryableError):
                     log_failure(verb, where, attempt=attempt, error=error.reason)
@@ -161,6 +167,8 @@ class FsspecStore:
                     log_failure(verb, where, attempt=attempt, error=reason)
                     raise RetryableError(reason) from None
                 raise _translate(error, where) from None
+            finally:
+                count_request(received, time.monotonic() - started)
 
         return self._policy.call(where, once)
 

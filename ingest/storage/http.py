@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -16,11 +17,13 @@ from ingest.storage.bodies import refuse_placeholder
 from ingest.storage.failures import log_failure
 from ingest.storage.retry import RETRYABLE_STATUS, RetryableError, RetryPolicy, retry_after_s
 from ingest.storage.secrets import quiet_http_logs, redact
+from ingest.storage.traffic import count_request
 
 MAX_CONNECTIONS = 64
 """Open connections of one process; more showed no gain against the Hub and slow each other down."""
 
-_TIMEOUT = httpx.Timeout(connect=15.0, read=60.0, write=60.0, pool=60.0)
+_CONNECT_S = 15.0
+_SLOWEST_BYTES_PER_S = 16384
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
 _JSON_LIMIT = 256 * 1024 * 1024
 WHOLE_LIMIT = 1024 * 1024 * 1024
@@ -72,7 +75,7 @@ def _shared_client() -> httpx.Client:
         if _client is None or _client_pid != os.getpid():
             quiet_http_logs()
             limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=30.0)
-            _client = httpx.Client(timeout=_TIMEOUT, limits=limits, follow_redirects=False, headers={"user-agent": "reelray"})
+            _client = httpx.Client(limits=limits, follow_redirects=False, headers={"user-agent": "reelray"})
             _client_pid = os.getpid()
         return _client
 
@@ -86,13 +89,14 @@ def close_connections() -> None:
         client.close()
 
 
-def exchange(method: str, url: str, headers: Mapping[str, str], *, limit: int = _JSON_LIMIT, raw: bool = False) -> Reply:
+def exchange(method: str, url: str, headers: Mapping[str, str], *, timeout_s: float, limit: int = _JSON_LIMIT, raw: bool = False) -> Reply:
     """One attempt, no redirect followed.
 
     Args:
         method: HTTP method.
         url: absolute.
         headers: credentials included; they are not kept.
+        timeout_s: longest silence; the whole transfer may take as long again as its bytes need at 16 KiB/s.
         limit: longest body in bytes that is read; one more byte ends the transfer.
         raw: leave the body's content encoding alone.
 
@@ -100,14 +104,18 @@ def exchange(method: str, url: str, headers: Mapping[str, str], *, limit: int = 
         RetryableError: the connection failed, timed out or broke, or the body is shorter than announced.
         StorageError: the URL cannot be asked at all, or the body is longer than ``limit``.
     """
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
+    started = time.monotonic()
+    length = 0
     try:
-        with _shared_client().stream(method, url, headers={"accept-encoding": "identity", **headers}) as response:
+        with _shared_client().stream(method, url, headers={"accept-encoding": "identity", **headers}, timeout=timeout) as response:
             found = {name.lower(): value for name, value in response.headers.items()}
             parts: list[bytes] = []
-            length = 0
             if method != "HEAD" and not 300 <= response.status_code < 400:
                 for part in response.iter_raw() if raw else response.iter_bytes():
                     length += len(part)
+                    if time.monotonic() - started > timeout_s + length / _SLOWEST_BYTES_PER_S:
+                        raise RetryableError(f"the transfer crawls: {length} bytes in {time.monotonic() - started:.0f} s")
                     if length > limit:
                         raise StorageError(
                             f"{redact(url)}: the reply (status {response.status_code}) is longer than the {limit} bytes that may come; "
@@ -119,6 +127,8 @@ def exchange(method: str, url: str, headers: Mapping[str, str], *, limit: int = 
         raise StorageError(f"{redact(url)}: {redact(str(error))}") from None
     except (httpx.TransportError, httpx.DecodingError, httpx.StreamError) as error:
         raise RetryableError(f"{type(error).__name__}: {redact(str(error))}".rstrip(": ")) from None
+    finally:
+        count_request(length, time.monotonic() - started)
 
 
 def origin(url: str) -> tuple[str, str, int]:
@@ -155,7 +165,7 @@ def ask(
 
     def once(attempt: int) -> Reply:
         try:
-            reply = exchange(method, url, headers, limit=limit)
+            reply = exchange(method, url, headers, limit=limit, timeout_s=policy.timeout_s)
             retry_status(reply)
             if check is not None and reply.status == 200:
                 check(reply)
@@ -167,7 +177,9 @@ def ask(
     return policy.call(f"{method} {redact(url)}", once)
 
 
-def read_range_once(url: str, headers: Mapping[str, str], start: int, stop: int | None, where: str) -> tuple[Reply, int | None]:
+def read_range_once(
+    url: str, headers: Mapping[str, str], start: int, stop: int | None, where: str, *, timeout_s: float
+) -> tuple[Reply, int | None]:
     """One attempt at bytes ``[start, stop)``, with every check that needs no knowledge of the object.
 
     Args:
@@ -176,6 +188,7 @@ def read_range_once(url: str, headers: Mapping[str, str], start: int, stop: int 
         start: first byte; 0 when ``stop`` is None.
         stop: end of the range, or None for the whole object.
         where: names the object in errors.
+        timeout_s: as in ``exchange``.
 
     Returns:
         The reply and the object's total size in bytes as the reply states it, or None. Status 206: the body is exactly the range asked for,
@@ -188,7 +201,8 @@ def read_range_once(url: str, headers: Mapping[str, str], start: int, stop: int 
     """
     wanted = None if stop is None else stop - start
     asked = {} if stop is None else {"range": f"bytes={start}-{stop - 1}"}
-    reply = exchange("GET", url, {**headers, **asked}, limit=WHOLE_LIMIT if wanted is None else max(wanted, 65536), raw=True)
+    limit = WHOLE_LIMIT if wanted is None else max(wanted, 65536)
+    reply = exchange("GET", url, {**headers, **asked}, timeout_s=timeout_s, limit=limit, raw=True)
     retry_status(reply)
     if reply.status not in {200, 206, 416}:
         return reply, None

@@ -30,6 +30,8 @@ class HttpObjects:
         known: versions seen so far.
         policy: retries.
         hint: what a person can do about a refusal with this status.
+        redirects: whether the home is known to redirect. Then the first read of an object resolves it while the others wait, so that it is
+            resolved once; otherwise all go ahead, and a redirect is learnt on the way.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class HttpObjects:
         known: KnownObjects,
         policy: RetryPolicy,
         hint: Callable[[int], str],
+        redirects: bool,
     ) -> None:
         self._home, self._where, self._headers, self._tag = home, where, headers, tag
-        self._known, self._policy, self._hint = known, policy, hint
+        self._known, self._policy, self._hint, self._redirects = known, policy, hint, redirects
         self._addresses: dict[str, str] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
@@ -84,7 +87,7 @@ class HttpObjects:
             url = self._home(path)
             try:
                 for _ in range(_MAX_HOPS):
-                    reply = exchange("HEAD", url, self._headers_for(path, url))
+                    reply = exchange("HEAD", url, self._headers_for(path, url), timeout_s=self._policy.timeout_s)
                     retry_status(reply)
                     if reply.status not in _REDIRECTS:
                         break
@@ -118,6 +121,8 @@ class HttpObjects:
 
     def _try(self, path: str, start: int, stop: int | None, *, refresh: bool) -> tuple[Reply, int | None, str]:
         address = self._addresses.get(path)
+        if address is None and not self._redirects and not refresh:
+            address = self._home(path)
         if address is None:
             with self._guard:
                 lock = self._locks.setdefault(path, threading.Lock())
@@ -128,17 +133,24 @@ class HttpObjects:
                     if refresh:
                         url += ("&" if "?" in url else "?") + f"_refresh={time.time_ns()}"
                     found, total, address = self._follow(path, url, start, stop, until_away=True)
-                    with self._guard:
-                        self._addresses[path] = address if origin(address) != origin(self._home(path)) else self._home(path)
+                    self._remember(path, address)
                     if found is not None:
                         return found, total, address
-        found, total, address = self._follow(path, address, start, stop, until_away=False)
+        found, total, final = self._follow(path, address, start, stop, until_away=False)
+        if final != address:
+            self._remember(path, final)
         assert found is not None  # only a walk that stops at the border returns without a reply
-        return found, total, address
+        return found, total, final
+
+    def _remember(self, path: str, address: str) -> None:
+        with self._guard:
+            self._addresses[path] = address if origin(address) != origin(self._home(path)) else self._home(path)
 
     def _follow(self, path: str, url: str, start: int, stop: int | None, *, until_away: bool) -> tuple[Reply | None, int | None, str]:
         for _ in range(_MAX_HOPS):
-            reply, total = read_range_once(url, self._headers_for(path, url), start, stop, self._where(path))
+            reply, total = read_range_once(
+                url, self._headers_for(path, url), start, stop, self._where(path), timeout_s=self._policy.timeout_s
+            )
             self._note(path, url, reply, total)
             if reply.status not in _REDIRECTS:
                 return reply, total, url

@@ -49,6 +49,7 @@ class HttpStore:
             known=self._known,
             policy=self._policy,
             hint=lambda _: "check the address; reelray sends no credential to plain web servers",
+            redirects=False,
         )
 
     def __reduce__(self) -> tuple[object, ...]:

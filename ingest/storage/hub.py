@@ -80,6 +80,7 @@ class HubDatasetStore:
             known=self._known,
             policy=self._policy,
             hint=hub_api.refusal_hint("datasets", self._repo_id),
+            redirects=True,
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -219,6 +220,7 @@ class HubBucketStore:
             known=self._known,
             policy=self._policy,
             hint=hub_api.refusal_hint("buckets", self._bucket_id),
+            redirects=True,
         )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ import builtins
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO, TypeVar
@@ -26,6 +27,7 @@ from ingest.storage.paths import check_relative
 from ingest.storage.reader import open_ranges
 from ingest.storage.retry import RETRYABLE_STATUS, RetryableError, RetryPolicy
 from ingest.storage.secrets import redact
+from ingest.storage.traffic import count_request
 
 T = TypeVar("T")
 
@@ -143,8 +145,12 @@ class ObjectStore:
         where = f"{self.url}/{path}"
 
         def once(attempt: int) -> T:
+            started = time.monotonic()
+            received = 0
             try:
-                return action(self._store())
+                result = action(self._store())
+                received = len(result) if isinstance(result, bytes) else 0
+                return result
             except RetryableError as error:
                 log_failure(verb, where, attempt=attempt, error=error.reason)
                 raise
@@ -157,6 +163,8 @@ class ObjectStore:
                 if isinstance(raised, RetryableError):
                     log_failure(verb, where, attempt=attempt, error=raised.reason)
                 raise raised from None
+            finally:
+                count_request(received, time.monotonic() - started)
 
         return self._policy.call(where, once)
 

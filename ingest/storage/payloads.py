@@ -86,13 +86,15 @@ class PayloadPool(Generic[K]):
         Raises:
             StreamClosedError: the pool is closed, before or during the wait.
             BudgetError: ``key`` has no reservation and there is no room for one.
-            KeyError: ``key`` has no such part.
-            StorageError: the fetch failed.
+            StorageError: the fetch failed, or ``key`` has no such part.
         """
-        self.retain(key)
+        with self._lock:
+            self.retain(key)
+            # Taken before the lock is let go: a fetch that fails at once is forgotten at once.
+            future = self._futures[key].get(part)
         try:
-            with self._lock:
-                future = self._futures[key][part]
+            if future is None:
+                raise StorageError(f"{key!r} has no part {part!r}, it has {sorted(self._parts(key))}")
             return future.result()
         except CancelledError:
             raise StreamClosedError("the payload pool was closed while a payload was waited for") from None

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from ingest.storage.base import Store
 
 
+_WHOLE_BYTES = 64 * 1024 * 1024
+
+
 class RangeReader(io.RawIOBase):
     """Reads one object of a store; every read fetches exactly its bytes, nothing ahead.
 
@@ -56,5 +59,7 @@ class RangeReader(io.RawIOBase):
 
 
 def open_ranges(store: Store, path: str) -> BinaryIO:
-    """A seekable reader of ``path`` that fetches only what is read."""
+    """A seekable reader of ``path`` that fetches only what is read; metadata, which is read to the end anyway, is fetched in one go."""
+    if path.startswith("meta/") and store.size(path) <= _WHOLE_BYTES:
+        return io.BytesIO(store.read_all(path))
     return cast("BinaryIO", RangeReader(store, path))

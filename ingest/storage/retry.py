@@ -20,6 +20,7 @@ T = TypeVar("T")
 RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that say 'not now' rather than 'no'."""
 
+_ASKED_SHARE = 8
 _RATE_LIMIT_RESET = re.compile(r"(?:^|;)\s*t=(\d+)")
 
 
@@ -44,19 +45,21 @@ class RetryPolicy:
     """Jittered exponential waits below a total deadline.
 
     Attributes:
-        attempts: tries in all, the first included.
+        attempts: tries in all, the first included; refusals that say when to come back count an eighth, as waiting them out is working.
         deadline_s: seconds from the first try after which no further try starts.
         first_wait_s: upper bound of the first wait; it doubles from try to try.
         longest_wait_s: upper bound of every wait that the server did not ask for.
+        timeout_s: silence after which one try is given up: to connect, between bytes, and beyond what its bytes need at a crawl.
         clock: seconds, monotonic.
         sleep: waits for so many seconds.
         random: source of the jitter; None makes a fresh one per call, so that ranks do not return in step.
     """
 
     attempts: int = 8
-    deadline_s: float = 300.0
+    deadline_s: float = 900.0
     first_wait_s: float = 0.5
     longest_wait_s: float = 8.0
+    timeout_s: float = 60.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     random: Random | None = None
@@ -82,8 +85,12 @@ class RetryPolicy:
                 return fault.retry_after_s + random.uniform(0.0, min(bound, 1.0))
             return random.uniform(bound / 2, bound)
 
+        spent = 0
+
         def stop(state: tenacity.RetryCallState) -> bool:
-            return state.attempt_number >= self.attempts or self.clock() - started + state.upcoming_sleep > self.deadline_s
+            nonlocal spent
+            spent += 1 if _fault(state).retry_after_s is not None else _ASKED_SHARE
+            return spent >= self.attempts * _ASKED_SHARE or self.clock() - started + state.upcoming_sleep > self.deadline_s
 
         retrying = tenacity.Retrying(retry=tenacity.retry_if_exception_type(RetryableError), wait=wait, stop=stop, sleep=self.sleep)
         attempt = 0

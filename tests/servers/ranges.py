@@ -48,8 +48,9 @@ class Reply:
 class Fault:
     """What goes wrong with one request.
 
-    ``kind``: ``status`` (with ``status`` and ``headers``), ``reset`` before the headers, ``cut`` (body stops at 60 %, connection closed),
-    ``short`` (fewer bytes, honest length), ``wrong_range`` (Content-Range of other bytes), ``html`` (a web page with status 200).
+    ``kind``: ``status`` (with ``status`` and ``headers``), ``reset`` before the headers, ``cut`` (the body stops at 60 %, the connection is
+    reset), ``stall`` (it stops there and the connection stays open), ``silent`` (no reply at all), ``short`` (fewer bytes, honest length),
+    ``wrong_range`` (Content-Range of other bytes), ``html`` (a web page with status 200).
     """
 
     kind: str
@@ -63,6 +64,11 @@ FaultRule = Callable[[Request], "Fault | None"]
 def fail_nth(number: int, fault: Fault) -> FaultRule:
     """Exactly the ``number``-th request (from 1) fails."""
     return lambda request: fault if request.number == number else None
+
+
+class _Listener(ThreadingHTTPServer):
+    # The default of five waiting connections drops the rest, whose clients come again a second later.
+    request_queue_size = 128
 
 
 class WebServer:
@@ -103,7 +109,7 @@ class WebServer:
 
             do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = _Listener(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, name="test-web-server", daemon=True
@@ -164,6 +170,9 @@ class WebServer:
             time.sleep(self.latency_s)
         fault = self.fault(request) if self.fault else None
         request.fault = fault.kind if fault else ""
+        if fault and fault.kind == "silent":
+            self._hold(handler)
+            return
         if fault and fault.kind == "reset":
             self._reset(handler)
             return
@@ -175,9 +184,15 @@ class WebServer:
             reply = self.answer(request)
             reply = _damaged(reply, fault)
         request.status = reply.status
-        self._send(handler, request, reply, cut=fault is not None and fault.kind == "cut")
+        self._send(handler, request, reply, request.fault)
 
-    def _send(self, handler: BaseHTTPRequestHandler, request: Request, reply: Reply, *, cut: bool) -> None:
+    def _hold(self, handler: BaseHTTPRequestHandler) -> None:
+        """Says nothing more until the client gives up or the server closes."""
+        with suppress_os_error():
+            handler.connection.recv(1)
+        handler.close_connection = True
+
+    def _send(self, handler: BaseHTTPRequestHandler, request: Request, reply: Reply, fault: str) -> None:
         try:
             handler.send_response(reply.status)
             headers = {"content-length": str(len(reply.body)), **reply.headers}
@@ -185,7 +200,7 @@ class WebServer:
                 handler.send_header(name, value)
             handler.end_headers()
             body = b"" if request.method == "HEAD" else reply.body
-            if cut:
+            if fault in {"cut", "stall"}:
                 body = body[: len(body) * 6 // 10]
             step = 65536 if self.bytes_per_s is None else max(1024, int(self.bytes_per_s * 0.01))
             for start in range(0, len(body), step):
@@ -194,11 +209,14 @@ class WebServer:
                     # One link shared by all connections.
                     with self._bandwidth:
                         time.sleep(len(part) / self.bytes_per_s)
-                handler.wfile.write(part)
+                # Counted first: a client may have the last byte before this thread goes on.
                 request.sent_bytes += len(part)
+                handler.wfile.write(part)
             handler.wfile.flush()
-            if cut:
+            if fault == "cut":
                 self._reset(handler)
+            elif fault == "stall":
+                self._hold(handler)
         except OSError:
             handler.close_connection = True
 

@@ -4,11 +4,12 @@ import json
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
-from servers.clock import FakeTime
+from servers.clock import FakeTime, no_sleep
 from servers.ranges import Fault, RangeServer, Reply, Request, WebServer, fail_nth, range_reply
 
 from ingest.errors import AccessDeniedError, ObjectChangedError, ObjectNotFoundError, ShortReadError, StorageError, TransientStorageError
@@ -17,6 +18,7 @@ from ingest.storage.https import HttpStore
 from ingest.storage.locations import parse_location
 from ingest.storage.retry import RetryPolicy
 from ingest.storage.stores import open_store
+from ingest.storage.traffic import traffic
 
 BODY = Random(1).randbytes(100_000)
 
@@ -115,6 +117,27 @@ def test_passing_faults_are_retried_and_end_typed(server: RangeServer, fast: Ret
         with pytest.raises((TransientStorageError, ShortReadError), match="tries"):
             store.read_ranges(path, [(5, 5000)])
         assert len(server.requests) == fast.attempts
+
+
+@pytest.mark.parametrize("kind", ["silent", "stall"])
+def test_silence_times_out_and_is_retried(server: RangeServer, kind: str) -> None:
+    policy = RetryPolicy(timeout_s=0.15, sleep=no_sleep)
+    server.fault = lambda request: Fault(kind) if request.number <= 2 else None
+    assert _store(server, policy, "set").read_ranges("videos/cam/chunk-000/file-000.mp4", [(5, 5000)]) == [BODY[5:5000]]
+    assert len(server.requests) == 3
+
+
+def test_a_server_that_is_not_there_is_a_typed_error(fast: RetryPolicy) -> None:
+    with RangeServer() as gone:
+        url = gone.url
+    with pytest.raises(TransientStorageError, match="ConnectError"):
+        open_store(parse_location(url), policy=fast).read_all("x")
+
+
+def test_a_crawling_transfer_is_given_up(monkeypatch: pytest.MonkeyPatch, fast: RetryPolicy) -> None:
+    monkeypatch.setattr("ingest.storage.http._SLOWEST_BYTES_PER_S", 10**9)
+    with RangeServer({"v": BODY}, bytes_per_s=200_000.0) as slow, pytest.raises(TransientStorageError, match="crawls"):
+        open_store(parse_location(slow.url), policy=replace(fast, attempts=2, timeout_s=0.1)).read_ranges("v", [(0, 90_000)])
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
@@ -261,6 +284,19 @@ def test_the_failure_log_has_every_attempt_and_no_secret(
     assert "503" in lines[0]["error"]
     assert "PLANTED" not in log.read_text()
     assert not any("authorization" in request.headers for request in server.requests)
+
+
+def test_traffic_is_counted_and_faults_by_kind(server: RangeServer, fast: RetryPolicy) -> None:
+    traffic(reset=True)
+    server.fault = lambda request: {1: Fault("status", 503), 2: Fault("reset"), 3: Fault("short"), 4: Fault("cut")}.get(request.number)
+    _store(server, fast, "set").read_ranges("videos/cam/chunk-000/file-000.mp4", [(0, 1000)])
+    found = traffic()
+    assert (found.requests, found.received_bytes >= 1500) == (5, True)
+    assert set(found.faults) >= {"503", "unusable reply"}
+    assert sum(found.faults.values()) == 4
+    assert found.seconds > 0
+    assert traffic(reset=True).requests == 5
+    assert traffic().requests == 0
 
 
 def test_many_threads_share_one_client(server: RangeServer, fast: RetryPolicy) -> None:

@@ -82,6 +82,8 @@ def test_a_fetch_error_reaches_who_waits_and_the_reservation_is_usable_again() -
     assert pool.get(1, "wrist") == bytes([1]) * 10
     source.fail = set()
     assert pool.get(1, "front") == bytes([1]) * 10, "asked again, fetched again"
+    with pytest.raises(StorageError, match=r"no part 'rear', it has \['front', 'wrist'\]"):
+        pool.get(1, "rear")
     assert pool.get(2, "front") == bytes([2]) * 10, "the room of the first can be reclaimed"
     pool.close()
 

@@ -67,3 +67,13 @@ def test_other_errors_are_not_retried() -> None:
     with pytest.raises(ObjectNotFoundError):
         time.policy().call("x", _failing(1, ObjectNotFoundError("gone")))  # type: ignore[arg-type]
     assert time.waits == []
+
+
+def test_refusals_that_say_when_to_come_back_are_waited_out_longer_than_faults() -> None:
+    time = FakeTime()
+    assert time.policy().call("x", _failing(40, RetryableError("429", retry_after_s=5.0))) == 41  # type: ignore[arg-type]
+    assert sum(time.waits) >= 200
+    with pytest.raises(TransientStorageError, match="tries"):
+        FakeTime().policy().call("x", _failing(1000, RetryableError("429", retry_after_s=0.0)))  # type: ignore[arg-type]
+    with pytest.raises(TransientStorageError, match="asked to wait 300 s, after 3 tries"):
+        FakeTime().policy().call("x", _failing(1000, RetryableError("429", retry_after_s=300.0)))  # type: ignore[arg-type]
