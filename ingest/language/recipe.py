@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from ingest.errors import RecipeError, RecipeTypeError
-from ingest.language.expressions import parse_expression
-
-Rules = Literal["reelray", "lerobot"]
-"""``reelray`` checks everything at load and knows the extensions; ``lerobot`` accepts and rejects what LeRobot does."""
+from ingest.language.recipe_checks import Rules, at, check_bindings, check_content, check_dropout, check_weight, one_of, typed
 
 ROLES = ("user", "assistant", "system", "tool")
 STREAMS = ("high_level", "low_level")
@@ -45,20 +40,7 @@ PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 EXTENSION_FIELDS = ("requires", "select_from_applicable", "dropout")
 """Fields that LeRobot's main branch rejects; a recipe that uses one is not portable."""
 
-_LARGEST_WHOLE_WEIGHT = 2**1000
-"""Whole numbers beyond the range of a double cannot be summed with other weights."""
-
 Content = str | list[dict[str, Any]]
-
-
-@contextmanager
-def at(*keys: str | int) -> Generator[None]:
-    """Puts ``keys`` in front of the path of any recipe error raised inside."""
-    try:
-        yield
-    except RecipeError as error:
-        error.path = (*keys, *error.path)
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +72,14 @@ class MessageTurn:
     rules: Rules = field(default="reelray", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        _one_of("role", self.role, ROLES, "bad_role")
-        _one_of("stream", self.stream, STREAMS, "bad_stream")
+        one_of("role", self.role, ROLES, "bad_role")
+        one_of("stream", self.stream, STREAMS, "bad_stream")
         if cast("object", self.target) is None:
             object.__setattr__(self, "target", False)
         if self.rules == "reelray" and not isinstance(self.target, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RecipeTypeError(f"must be true or false, found {self.target!r}", kind="bad_target", path=("target",))
-        _check_content(self.content, self.tool_calls_from)
-        _check_dropout(self.dropout)
+        check_content(self.content, self.tool_calls_from)
+        check_dropout(self.dropout)
         for name in ("if_present", "tool_calls_from"):
             if isinstance(getattr(self, name), list | dict | bool):
                 raise RecipeTypeError(f"must be the name of a binding, found {getattr(self, name)!r}", kind="type_misuse", path=(name,))
@@ -155,12 +137,12 @@ class TrainingRecipe:
             found = "neither" if self.messages is None else "both"
             raise RecipeError(f"give exactly one of messages and blend, found {found}", kind="messages_or_blend_missing")
         if self.route is not None:
-            _one_of("route", self.route, ROUTES, "bad_route")
+            one_of("route", self.route, ROUTES, "bad_route")
         if not isinstance(self.select_from_applicable, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RecipeTypeError(
                 f"must be true or false, found {self.select_from_applicable!r}", kind="type_misuse", path=("select_from_applicable",)
             )
-        _check_bindings(self.bindings, self.rules)
+        check_bindings(self.bindings, self.rules)
         if self.messages is not None:
             object.__setattr__(self, "messages", tuple(self.messages))
             self._check_messages(self.messages)
@@ -198,7 +180,7 @@ class TrainingRecipe:
             with at("blend", name):
                 if component.blend is not None:
                     raise RecipeError("a component must have messages; blends do not nest", kind="nested_blend", path=("blend",))
-                _check_weight(component.weight, self.rules)
+                check_weight(component.weight, self.rules)
 
     @property
     def components(self) -> Mapping[str, TrainingRecipe]:
@@ -252,38 +234,38 @@ class TrainingRecipe:
     def fingerprint(self) -> str:
         """32 hexadecimal digits that change with anything that may change a rendered sample."""
         # Order decides the weighted choice, so keys are not sorted.
-        return blake2b(json.dumps(self.to_dict(), ensure_ascii=False).encode(), digest_size=16).hexdigest()
+        return blake2b(json.dumps(self.to_dict(), ensure_ascii=False, default=repr).encode(), digest_size=16).hexdigest()
 
 
 def _recipe(data: Mapping[str, Any], rules: Rules, *, component: bool) -> TrainingRecipe:
     values = _known_fields(data, TrainingRecipe, rules)
     if values.get("messages") is not None:
         with at("messages"):
-            turns = _typed(values["messages"], list | tuple, "a list of turns")
+            turns = typed(values["messages"], list | tuple, "a list of turns")
             values["messages"] = [_turn(position, turn, rules) for position, turn in enumerate(turns)]
     if values.get("blend") is not None:
         if component:
             raise RecipeError("a component must have messages; blends do not nest", kind="nested_blend", path=("blend",))
         with at("blend"):
             values["blend"] = {
-                name: _component(name, part, rules) for name, part in _typed(values["blend"], Mapping, "a mapping of components").items()
+                name: _component(name, part, rules) for name, part in typed(values["blend"], Mapping, "a mapping of components").items()
             }
     if "requires" in values:
         with at("requires"):
-            names = _typed(values["requires"] if values["requires"] is not None else [], list | tuple, "a list of binding names")
-            values["requires"] = [_typed(name, str, "a binding name") for name in names]
+            names = typed(values["requires"] if values["requires"] is not None else [], list | tuple, "a list of binding names")
+            values["requires"] = [typed(name, str, "a binding name") for name in names]
     return TrainingRecipe(**values, rules=rules)
 
 
 def _component(name: Any, data: Any, rules: Rules) -> TrainingRecipe:
     with at(name if isinstance(name, str | int) else str(name)):
-        _typed(name, str, "a name in text (quote it)")
-        return _recipe(_typed(data, Mapping, "a mapping with weight and messages", kind="not_a_mapping"), rules, component=True)
+        typed(name, str, "a name in text (quote it)")
+        return _recipe(typed(data, Mapping, "a mapping with weight and messages", kind="not_a_mapping"), rules, component=True)
 
 
 def _turn(position: int, data: Any, rules: Rules) -> MessageTurn:
     with at(position):
-        values = _known_fields(_typed(data, Mapping, "a mapping with role, content and stream", kind="not_a_mapping"), MessageTurn, rules)
+        values = _known_fields(typed(data, Mapping, "a mapping with role, content and stream", kind="not_a_mapping"), MessageTurn, rules)
         if "role" not in values:
             raise RecipeTypeError("a turn needs a role", kind="missing_required_field")
         return MessageTurn(**copy.deepcopy(values), rules=rules)
@@ -308,69 +290,3 @@ def _known_fields(data: Mapping[Any, Any], cls: type[MessageTurn] | type[Trainin
                 path=(key if isinstance(key, str | int) else str(key),),
             )
     return dict(data)
-
-
-def _typed(value: Any, kind_of: Any, expected: str, kind: str = "type_misuse") -> Any:
-    if not isinstance(value, kind_of):
-        raise RecipeTypeError(f"must be {expected}, found {type(value).__name__} {value!r:.60}", kind=kind)
-    return value
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...], kind: str) -> None:
-    if isinstance(value, list | dict | set):
-        raise RecipeTypeError(f"must be one of {', '.join(allowed)}, found {value!r:.60}", kind="type_misuse", path=(name,))
-    if value not in allowed:
-        raise RecipeError(f"must be one of {', '.join(allowed)}, found {value!r:.60}", kind=kind, path=(name,))
-
-
-def _check_content(content: object, tool_calls_from: str | None) -> None:
-    if content is None:
-        if tool_calls_from is None:
-            raise RecipeError("a turn without tool_calls_from needs content", kind="missing_content", path=("content",))
-        return
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise RecipeTypeError(
-            f"must be text or a list of blocks, found {type(content).__name__} {content!r:.60}", kind="bad_content_type", path=("content",)
-        )
-    for position, block in enumerate(cast("list[object]", content)):
-        if not isinstance(block, Mapping) or "type" not in block:
-            raise RecipeError(
-                f"a block is a mapping with a type (text, image, …), found {block!r:.60}",
-                kind="bad_content_block",
-                path=("content", position),
-            )
-
-
-def _check_dropout(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RecipeTypeError(f"must be a number in [0, 1], found {value!r}", kind="bad_dropout", path=("dropout",))
-    if not 0 <= value <= 1:
-        raise RecipeError(f"must be in [0, 1], found {value!r}", kind="bad_dropout", path=("dropout",))
-
-
-def _check_weight(value: object, rules: Rules) -> None:
-    path = ("weight",)
-    if value is None:
-        raise RecipeError("a component needs a weight", kind="missing_weight", path=path)
-    if not isinstance(value, int | float) or (rules == "reelray" and isinstance(value, bool)):
-        hint = " (YAML 1.1 reads 1e6 as text: write 1.0e+6)" if isinstance(value, str) else ""
-        raise RecipeTypeError(f"must be a number, found {type(value).__name__} {value!r:.60}{hint}", kind="uncomparable", path=path)
-    if value <= 0:
-        raise RecipeError(f"must be greater than 0, found {value!r:.60}", kind="non_positive_weight", path=path)
-    if (isinstance(value, int) and value > _LARGEST_WHOLE_WEIGHT) or (rules == "reelray" and not math.isfinite(value)):
-        raise RecipeError(f"must be finite, found {value!r:.60}", kind="non_finite_weight", path=path)
-
-
-def _check_bindings(bindings: object, rules: Rules) -> None:
-    if bindings is None:
-        return
-    with at("bindings"):
-        for name, expression in _typed(bindings, Mapping, "a mapping of names to resolver calls").items():
-            with at(name if isinstance(name, str | int) else str(name)):
-                _typed(name, str, "a name in text (quote it)")
-                # LeRobot looks at an expression only when it renders, so its rules let any text pass here.
-                _typed(expression, str, "a resolver call in text")
-                if rules == "reelray":
-                    parse_expression(expression)

@@ -11,7 +11,8 @@ from typing import Any, cast
 import yaml
 
 from ingest.errors import ObjectNotFoundError, RecipeError
-from ingest.language.recipe import Rules, TrainingRecipe
+from ingest.language.recipe import TrainingRecipe
+from ingest.language.recipe_checks import Rules
 
 MAX_BYTES = 256 * 1024
 MAX_NODES = 10_000
