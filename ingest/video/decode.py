@@ -11,6 +11,7 @@ from av.codec.context import ThreadType
 from av.error import FFmpegError
 from av.packet import Packet
 from av.video.codeccontext import VideoCodecContext
+from av.video.reformatter import ColorRange
 from numpy.typing import NDArray
 
 from ingest.errors import DecodeError, LeadInError, ShortReadError, VideoFormatError
@@ -245,7 +246,8 @@ def open_decoder(entry: SampleEntry, path: str, reorder_depth: int = 0) -> Video
         context.extradata = entry.extradata
     if entry.colour is not None:
         context.color_primaries, context.color_trc, context.colorspace = entry.colour[:3]
-        context.color_range = 2 if entry.colour[3] else 1
+        if entry.colour[3] is not None:
+            context.color_range = ColorRange.JPEG if entry.colour[3] else ColorRange.MPEG
     if entry.decoder == "h264":
         context.reorder_depth = reorder_depth
     return context

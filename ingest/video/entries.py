@@ -10,6 +10,8 @@ from ingest.video.layout import children, fail
 MAX_SIDE = 16_384
 MAX_PIXELS = 1 << 25
 _VISUAL_ENTRY_BYTES = 78
+_MAX_COLOUR_CODE = 22
+_UNSPECIFIED = 2
 
 _DECODERS = {
     "avc1": "h264",
@@ -60,7 +62,7 @@ class SampleEntry:
         height: coded height in pixels, as declared.
         depth: bits per pixel, as declared.
         extradata: decoder configuration.
-        colour: (primaries, transfer, matrix, full_range) code points from a ``colr`` box, or None.
+        colour: (primaries, transfer, matrix, full range or None when not said) from a ``colr`` box, or None.
     """
 
     fourcc: str
@@ -69,7 +71,7 @@ class SampleEntry:
     height: int
     depth: int
     extradata: bytes
-    colour: tuple[int, int, int, int] | None
+    colour: tuple[int, int, int, bool | None] | None
 
     @property
     def intra_only(self) -> bool:
@@ -123,12 +125,14 @@ def encrypted(path: str, fourcc: str) -> VideoFormatError:
     return fail(path, f"the video track is encrypted (sample entry {fourcc!r}); decrypt the file first")
 
 
-def _colour(payload: bytes) -> tuple[int, int, int, int] | None:
+def _colour(payload: bytes) -> tuple[int, int, int, bool | None] | None:
     if payload[:4] not in (b"nclx", b"nclc") or len(payload) < 10:
         return None
-    primaries, transfer, matrix = (int.from_bytes(payload[at : at + 2], "big") for at in (4, 6, 8))
-    full = payload[10] >> 7 if payload[:4] == b"nclx" and len(payload) > 10 else 0
-    return primaries, transfer, matrix, full
+    codes = [int.from_bytes(payload[at : at + 2], "big") for at in (4, 6, 8)]
+    primaries, transfer, matrix = (code if code <= _MAX_COLOUR_CODE else _UNSPECIFIED for code in codes)
+    if payload[:4] == b"nclc" or len(payload) == 10:
+        return primaries, transfer, matrix, None
+    return primaries, transfer, matrix, bool(payload[10] >> 7)
 
 
 def _elementary_stream(payload: bytes) -> tuple[str, bytes]:

@@ -159,6 +159,13 @@ def test_a_file_changed_in_place_is_noticed(source: LocalStore, paths: list[str]
     second = open_it(source, paths, tmp_path / "home")
     assert (first.origin, second.origin) == ("built", "built")
     assert first.sidecar != second.sidecar
+    second.check_unchanged(source, paths[0])
+    for path in paths[1:]:
+        first.check_unchanged(source, path)
+    with pytest.raises(
+        ObjectChangedError, match=r"file-000\.mp4 was indexed with \d+ bytes and identity .* changed under a running stream"
+    ):
+        first.check_unchanged(source, paths[0])
 
 
 def test_unstable_sources_are_indexed_anew_at_every_open(source: LocalStore, paths: list[str], tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from ingest.video.boxes import read_sample_table
 from ingest.video.checksums import add_checksums
 from ingest.video.decode import decode_pictures
 from ingest.video.fetch import read_pictures
-from ingest.video.mini import episode_spans, mini_mp4_sizes
+from ingest.video.mini import mini_mp4_sizes
 from ingest.video.pixels import PictureWriter
+from ingest.video.span_table import episode_spans
 from ingest.video.spans import gop_starts, picture_span
 from ingest.video.tables import SampleTable
 

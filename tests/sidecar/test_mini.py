@@ -19,7 +19,8 @@ from video.test_tables import movies, table_of
 
 from ingest.errors import SelectionError, ShortReadError
 from ingest.video.boxes import read_sample_table
-from ingest.video.mini import EpisodeSpans, build_mini_mp4, episode_spans, export_episode, mini_header, mini_mp4_sizes
+from ingest.video.mini import build_mini_mp4, export_episode, mini_header, mini_mp4_sizes
+from ingest.video.span_table import EpisodeSpans, episode_spans
 from ingest.video.tables import SampleTable
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -279,3 +281,23 @@ def test_what_cannot_be_asked_for() -> None:
     table = table_of(unknown)
     with pytest.raises(VideoFormatError, match="no decoder for sample entry 'xyz1'"):
         list(read_pictures(MemoryStore({"a.mp4": unknown}), table, [0]))
+
+
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
+@pytest.mark.parametrize(("matrix", "full"), [(1, False), (6, True), (9, False)])
+def test_colours_that_only_the_container_declares_are_used(codec: str, matrix: int, full: bool) -> None:
+    from video.forge import box
+
+    plain = encode(pictures(4), codec, {"g": "2"})
+    whole = table_of(plain)
+    samples = [plain[o : o + s] for o, s in zip(whole.offsets.tolist(), whole.sizes.tolist(), strict=True)]
+    colour = box(b"colr", b"nclx", struct.pack(">HHHB", matrix, matrix, matrix, full << 7))
+    entry = whole.stsd[8:]
+    while b"colr" in entry:
+        entry = entry.replace(b"colr", b"free")
+    entry = struct.pack(">I", len(entry) + len(colour)) + entry[4:] + colour
+    data = Movie([len(s) for s in samples], [512] * 4, sync=[0, 2], entries=[entry], payload=lambda n, size: samples[n]).build()[0]
+    table, expected = table_of(data), linear(data)
+    got = [PictureWriter().picture(frame) for _, frame in read_pictures(MemoryStore({"a.mp4": data}), table, range(4))]
+    for seen, right in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(seen, right)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingest import settings
-from ingest.errors import SidecarError
+from ingest.errors import ObjectChangedError, SidecarError
 from ingest.storage.base import Store
 from ingest.video.layout import MAX_PROBE_BYTES
 from ingest.video.sidecar.archive import SidecarArchive
@@ -62,6 +62,25 @@ class SidecarIndex:
             else:
                 self._tables.move_to_end(path)
             return found
+
+    def check_unchanged(self, store: Store, path: str) -> None:
+        """Compares a file with the one that was indexed; cheap where identities are (a local ``stat``).
+
+        Args:
+            store: rooted at the dataset's payload.
+            path: of the video file.
+
+        Raises:
+            ObjectChangedError: it is another one now; names both identities.
+            ObjectNotFoundError: it is gone.
+        """
+        spec = self.mapped.spec
+        now, size, fingerprint = store.identity(path), spec.sizes.get(path), spec.fingerprints.get(path)
+        if (now.size is not None and now.size != size) or (now.stable and now.fingerprint != fingerprint):
+            raise ObjectChangedError(
+                f"{store.url}: {path} was indexed with {size} bytes and identity {fingerprint}, it has {now.size} bytes and identity "
+                f"{now.fingerprint} now; it changed under a running stream. Start the stream again to index it anew"
+            )
 
     @property
     def mapped(self) -> MappedIndex:
