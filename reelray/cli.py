@@ -6,6 +6,7 @@ Only the module of the command that runs is imported, so ``reelray --help`` need
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -74,8 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         options: Any = getattr(import_module(f"reelray.commands.{command.module}"), command.name)
         return int(tyro.cli(options, prog=f"reelray {name}", args=_normalise(rest)).run() or 0)
-    except ReelrayError as error:
-        print(f"reelray {name}: {type(error).__name__}: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, as in `reelray inspect SRC | head`; nothing more can be flushed to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ReelrayError, OSError) as error:
+        print(f"reelray {name}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"reelray {name}: interrupted", file=sys.stderr)

@@ -21,12 +21,14 @@ from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units
 from ingest.errors import DamagedDataError, PictureCountError, SelectionError, SettingsError
+from ingest.lerobot.rows import RowReader
 from ingest.lerobot.selection import select_episodes
 from ingest.lerobot.source import Source, open_source
 from ingest.plan import Batch, EpochPlan, PlanSettings, Units, plan_epoch
 from ingest.settings import DEFAULT_STREAMING_SEED
 from ingest.storage.base import Store
-from ingest.storage.local import LocalStore
+from ingest.storage.locations import parse_location
+from ingest.storage.stores import open_store
 from ingest.video.index import ProbingIndex, VideoIndex
 
 _LOG = logging.getLogger("reelray.engine")
@@ -141,6 +143,10 @@ class Dataset:
     def reader(self) -> UnitReader:
         """A reader for this dataset's units."""
         return UnitReader(self.source, self.index, self.spec, self.counters)
+
+    def row_reader(self) -> RowReader:
+        """A reader of tabular rows alone."""
+        return RowReader(self.source)
 
     def fingerprint(self) -> str:
         """Digest of what an order over this dataset depends on; equal for every copy of the dataset."""
@@ -279,6 +285,9 @@ class DecodedUnits:
 def open_dataset(
     source: str | Path | Store,
     *,
+    revision: str | None = None,
+    repo_type: str | None = None,
+    root: str | Path | None = None,
     episodes: Sequence[int] | None = None,
     exclude_episodes: Sequence[int] | None = None,
     options: ReadOptions | None = None,
@@ -293,14 +302,17 @@ def open_dataset(
     """Opens a LeRobotDataset v3 for reading.
 
     Args:
-        source: local directory, or an opened store.
+        source: a location (local directory, ``OWNER/NAME``, a URL; see `ingest.storage.locations`), or an opened store.
+        revision: branch, tag or commit of a dataset on the Hub.
+        repo_type: ``dataset`` or ``bucket``; None takes it from the spelling.
+        root: directory that holds the dataset which ``source`` names.
         episodes: episodes to read, in the order to read them; None reads all.
         exclude_episodes: episodes to leave out.
         options: how to read; or give the fields of `ReadOptions` as keywords.
         image_transforms: injected picture transform.
         render: injected sample stage.
         return_uint8: deliver uint8 pictures instead of float32 in [0, 1].
-        damage: ``error`` refuses a dataset whose video files do not hold the pictures of the selected rows;
+        damage: ``error`` refuses a dataset whose files do not hold the selected rows and their pictures;
             ``skip_episode`` drops those episodes whole and reports them in ``Dataset.damage``.
         allow_unknown_version: also read a missing or future codebase version.
         index: sample tables; None reads file heads as needed.
@@ -308,10 +320,15 @@ def open_dataset(
 
     Raises:
         DatasetError: the dataset cannot be read as asked; see its subclasses.
+        LocationError: the location is none, or contradicts the other arguments.
+        StorageError: there is nothing, or it cannot be read.
     """
     if options is not None and read_options:
         raise SettingsError(f"give either options or {', '.join(read_options)}, not both")
-    store = LocalStore.at(source) if isinstance(source, str | Path) else source
+    if not isinstance(source, str | Path):
+        store = source
+    else:
+        store = open_store(parse_location(source, repo_type=repo_type, root=root, revision=revision))
     opened = open_source(store, allow_unknown_version=allow_unknown_version)
     for warning in opened.warnings:
         _LOG.warning("%s: %s", store.url, warning)

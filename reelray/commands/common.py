@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -15,6 +16,10 @@ from ingest.errors import SettingsError
 from ingest.lerobot.selection import parse_episodes
 from ingest.plan import PlanSettings
 from ingest.settings import DEFAULT_STREAMING_SEED
+
+if TYPE_CHECKING:
+    from ingest.storage.base import Store
+    from ingest.storage.locations import Location
 
 Source = Annotated[str, tyro.conf.Positional]
 """Location of a dataset: a directory, OWNER/NAME, hf://…, s3://…, https://…, or another fsspec URL."""
@@ -26,7 +31,51 @@ Share = Literal["episodes", "frame_exact", "cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadArguments:
+class PlaceArguments:
+    """Where a dataset is, beside its location."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a dataset on the Hub."""
+    repo_type: Literal["dataset", "bucket"] | None = None
+    """What OWNER/NAME names on the Hub; taken from the spelling when unset."""
+    root: str | None = None
+    """Local directory (or hf://buckets/OWNER/BUCKET) that holds the dataset which SRC names."""
+    allow_unknown_version: bool = False
+    """Also read a missing or newer codebase version."""
+
+    def location(self, src: str) -> Location:
+        """The parsed location.
+
+        Raises:
+            LocationError: it is none, or contradicts the options.
+        """
+        from ingest.storage.locations import parse_location
+
+        return parse_location(src, revision=self.revision, repo_type=self.repo_type, root=self.root)
+
+    def store(self, src: str) -> Store:
+        """The opened store.
+
+        Raises:
+            LocationError: the location is none.
+            StorageError: there is nothing, or it cannot be read.
+        """
+        from ingest.storage.stores import open_store
+
+        return open_store(self.location(src))
+
+    def keywords(self) -> dict[str, Any]:
+        """As keyword arguments of `open_dataset`."""
+        return {
+            "revision": self.revision,
+            "repo_type": self.repo_type,
+            "root": self.root,
+            "allow_unknown_version": self.allow_unknown_version,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadArguments(PlaceArguments):
     """What is read of a dataset."""
 
     episodes: str | None = None
@@ -138,6 +187,24 @@ def parse_windows(text: str | None) -> dict[str, list[float]] | None:
     if not isinstance(loaded, dict) or not all(isinstance(offsets, list) for offsets in loaded.values()):
         raise SettingsError("delta_timestamps must be a JSON object with a list of seconds for each feature")
     return loaded
+
+
+@contextmanager
+def progress_bar(total: int | None, unit: str, what: str) -> Generator[Any]:
+    """A progress bar on standard error; silent where that is no terminal."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, desc=what, disable=None, leave=False, unit_scale=True) as bar:
+        yield bar
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes with a unit that a person can read."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def print_json(value: object) -> None:

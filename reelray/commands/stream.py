@@ -71,7 +71,7 @@ class Stream:
             episodes=self.read.selected(self.read.episodes),
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
         )
-        description, dataset = open_stream(self.src, config)
+        description, dataset = open_stream(self.src, config, **self.read.keywords())
         cursor = read_cursor(self.cursor_in) if self.cursor_in is not None else None
         settings = description.with_topology(world_size=order.ranks)
         if self.engine == "local" or order.dp_rank is not None:

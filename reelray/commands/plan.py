@@ -1,0 +1,149 @@
+"""``reelray plan``: who delivers what, in which order and within which budget, without reading a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.engine.damage import DamageReport
+from ingest.engine.dataset import Dataset
+from ingest.errors import SettingsError
+from ingest.plan import EpochPlan, PlanReport, plan_epoch, report_plan
+from reelray.commands.common import Flat, OrderArguments, ReadArguments, Source, human_bytes, print_facts, print_json, print_table
+
+_CONSUMERS_SHOWN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Shares, order, budgets and mixing of an epoch. Reads metadata and the heads of video files only."""
+
+    src: Source
+    """Location of the dataset."""
+    order_options: Flat[OrderArguments] = field(default_factory=OrderArguments)
+    read: Flat[ReadArguments] = field(default_factory=ReadArguments)
+    order: Path | None = None
+    """Write the planned order to this parquet file, with the columns and step numbers of `reelray stream`."""
+    max_steps: int | None = None
+    """Plan that many batches per rank, at most: they are the ones written and counted by the cursor."""
+    cursor_in: Path | None = None
+    """Go on where this cursor file stands."""
+    cursor_out: Path | None = None
+    """Write the position behind the planned batches to this file."""
+    peaks: bool = True
+    """Compute the most bytes held at a time; runs through the epoch of every consumer."""
+    json: bool = False
+    """Print the report as JSON."""
+
+    def run(self) -> int:
+        """Plans and reports."""
+        from train_integration.delivery import read_cursor, write_cursor
+        from train_integration.ledger import write_order
+        from train_integration.options import StreamConfig, open_stream
+
+        if self.max_steps is not None and self.max_steps < 0:
+            raise SettingsError(f"max_steps must be 0 or more, found {self.max_steps}")
+        order = self.order_options
+        config = StreamConfig(
+            plan=order.settings(),
+            read=self.read.options(),
+            damage=self.read.damage,
+            lane_frames=order.lane_frames,
+            episodes=self.read.selected(self.read.episodes),
+            exclude_episodes=self.read.selected(self.read.exclude_episodes),
+        )
+        description, dataset = open_stream(self.src, config, **self.read.keywords())
+        cursor = None if self.cursor_in is None else read_cursor(self.cursor_in)
+        plan = plan_epoch(description.units, description.with_topology(world_size=order.ranks), cursor, epoch=order.epoch)
+        if self.order is not None:
+            write_order(self.order, order_columns(plan, dataset, max_steps=self.max_steps, rank=order.dp_rank))
+        if self.cursor_out is not None:
+            reached = plan.steps if self.max_steps is None else min(plan.steps, plan.cursor.batches + self.max_steps)
+            write_cursor(self.cursor_out, plan.cursor_at(reached))
+        report = report_plan(plan, peaks=self.peaks)
+        if self.json:
+            print_json(_report_json(self.src, plan, report, dataset, description.damage))
+        else:
+            _show(plan, report, dataset, description.damage)
+        return 0
+
+
+def order_columns(plan: EpochPlan, dataset: Dataset, *, max_steps: int | None = None, rank: int | None = None) -> dict[str, NDArray[Any]]:
+    """The planned order with the columns of an order file, times and digests left out.
+
+    Args:
+        plan: the epoch's plan.
+        dataset: what it was planned for.
+        max_steps: batches of each rank, at most.
+        rank: this rank only; None for all.
+    """
+    from train_integration.ledger import ORDER_SCHEMA
+
+    table = plan.order_table(max_steps=max_steps)
+    rows = np.arange(len(table)) if rank is None else np.flatnonzero(table.rank == rank)
+    columns: dict[str, NDArray[Any]] = {name: getattr(table, name)[rows] for name in ORDER_SCHEMA if hasattr(table, name)}
+    episodes = dataset.source.episodes
+    place = episodes.rows(columns["episode_index"])
+    columns["index"] = episodes.dataset_from[place] + columns["frame_index"]
+    columns["committed"] = np.ones(len(rows), dtype=np.bool_)
+    return {name: columns[name].astype(dtype) for name, dtype in ORDER_SCHEMA.items() if name in columns}
+
+
+def _report_json(src: str, plan: EpochPlan, report: PlanReport, dataset: Dataset, damage: DamageReport) -> dict[str, Any]:
+    return {
+        "dataset": src,
+        "selected_episodes": dataset.num_episodes,
+        "selected_frames": dataset.num_frames,
+        "epoch": plan.epoch,
+        "strategy": plan.settings.strategy,
+        "seed": plan.settings.seed,
+        "world_size": plan.world_size,
+        "workers": plan.settings.workers,
+        "batch_size": plan.settings.batch_size,
+        "start_step": plan.cursor.batches,
+        "units": len(plan.units),
+        "rank_peak_bytes": report.rank_peak_bytes.tolist(),
+        "skipped": damage.to_json(),
+        **report.to_dict(),
+    }
+
+
+def _show(plan: EpochPlan, report: PlanReport, dataset: Dataset, damage: DamageReport) -> None:
+    mixing, settings = report.mixing, plan.settings
+    peak = int(report.rank_peak_bytes.max(initial=0))
+    computed = bool(np.all(report.peak_bytes >= 0))
+    apart = "no" if mixing.neighbour_frames is None else f"{mixing.neighbour_frames:g}"
+    print_facts(
+        {
+            "selected": f"{dataset.num_episodes:,} episodes, {dataset.num_frames:,} frames, {len(plan.units):,} units",
+            "order": f"{settings.strategy}, seed {settings.seed}, epoch {plan.epoch}",
+            "topology": f"{plan.world_size} ranks × {settings.consumers} workers, batches of {settings.batch_size}",
+            "steps": f"{int(report.steps.min()):,}..{int(report.steps.max()):,} per rank, from step {plan.cursor.batches}",
+            "balance": f"frames {report.frame_balance:.3f}, decode cost {report.cost_balance:.3f} (largest rank / mean)",
+            "tail": f"{settings.tail}: {report.padded:,} repeats, {report.dropped:,} frames left out",
+            "peak payload": f"{human_bytes(peak)} on the largest rank" if computed else "not computed",
+            "mixing": f"{mixing.distinct_episodes:.3g} episodes in {mixing.batch_size} samples, {apart} frames between neighbours",
+            "unevenness": f"{mixing.uniform_distance:.3g} (0 is even, 0.94 the order of the data)",
+        }
+    )
+    print()
+    shown = slice(0, _CONSUMERS_SHOWN)
+    rows = zip(
+        report.rank[shown].tolist(),
+        report.worker[shown].tolist(),
+        report.episodes[shown].tolist(),
+        report.frames[shown].tolist(),
+        map(human_bytes, report.bytes[shown].tolist()),
+        ("-" if peak < 0 else human_bytes(peak) for peak in report.peak_bytes[shown].tolist()),
+        ("-" if peak < 0 else f"{peak:,}" for peak in report.peak_frames[shown].tolist()),
+        strict=True,
+    )
+    print_table(list(rows), ("rank", "worker", "episodes", "frames", "payload", "peak payload", "peak frames"))
+    if len(report.rank) > _CONSUMERS_SHOWN:
+        print(f"… {len(report.rank) - _CONSUMERS_SHOWN} more consumers (--json lists all)")
+    for record in damage.records:
+        print(f"skipped episode {record.episode} ({record.frames} frames): {record.message}")
