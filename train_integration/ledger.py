@@ -82,6 +82,11 @@ class OrderRecord:
             return None
         return min(self._next_step.get((epoch, rank), start) for rank in open_ranks)
 
+    @property
+    def rows(self) -> int:
+        """Rows taken so far, replays included."""
+        return sum(len(part.rows["step"]) for part in self._parts)
+
     def last_step(self, epoch: int, start: int) -> int:
         """Batches of ``epoch`` that the longest rank has delivered in this attempt."""
         return max((step for (of, _), step in self._next_step.items() if of == epoch), default=start)
@@ -135,6 +140,8 @@ class _Ledger:
         self._counts: dict[str, float] = {}
         self._first_batch_s: float | None = None
         self._error: Exception | None = None
+        self._pids: dict[int, int] = {}
+        self._log: list[dict[str, float]] = []
         self._skips: dict[tuple[int, int, int], dict[str, object]] = {}
 
     def join(self, group: str, world_size: int, epoch: int, segment: int, start: int) -> tuple[int, int, list[tuple[int, int, int]]]:
@@ -149,6 +156,28 @@ class _Ledger:
             self._groups[group] = (attempt, batches)
         attempt, batches = self._groups[group]
         return attempt, batches, list(self._skips)
+
+    def begin_group(self, group: str, epoch: int, segment: int, batches: int) -> int:
+        """Attempt number of a worker group that goes on from a checkpoint's cursor."""
+        if group not in self._groups:
+            self._groups[group] = (self._record.begin(epoch=epoch, segment=segment, batches=batches), batches)
+        return self._groups[group][0]
+
+    def started(self, rank: int, pid: int) -> None:
+        """Notes the process of a rank."""
+        self._pids[rank] = pid
+
+    def progress(self) -> dict[str, Any]:
+        """Process of every rank, worker groups so far, and rows delivered."""
+        return {"pids": dict(self._pids), "attempts": len(self._groups), "rows": self._record.rows}
+
+    def log(self, entry: dict[str, float]) -> None:
+        """Takes one line of a training log."""
+        self._log.append(entry)
+
+    def training_log(self) -> list[dict[str, float]]:
+        """Every line of the training log, replayed steps included."""
+        return self._log
 
     def add_rows(self, attempt: int, segment: int, rank: int, rows: Rows | None, finished_epoch: int | None) -> bool:
         """Takes rows of one rank; ``finished_epoch`` says that the rank has no more of that epoch.

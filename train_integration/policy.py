@@ -121,6 +121,18 @@ class BehaviourCloning(nn.Module):
         return (error * weight).sum() / weight.sum().clamp_min(1.0)
 
 
+class LossOf(nn.Module):
+    """A policy whose ``forward`` is its loss, so that gradient synchronisation hooks into the call that counts."""
+
+    def __init__(self, policy: BehaviourCloning) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """See `BehaviourCloning.loss`."""
+        return self.policy.loss(batch)
+
+
 def _anchor(pictures: Tensor) -> Tensor:
     """The last picture of a window ``[B, T, C, H, W]``, or the picture itself ``[B, C, H, W]``."""
     return pictures if pictures.ndim == 4 else pictures[:, -1]

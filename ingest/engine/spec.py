@@ -23,6 +23,7 @@ class ReadOptions:
         delta_timestamps: window offsets in seconds by feature.
         tolerance_s: most that an offset may lie beside the frame grid, and that a picture's time may deviate.
         strict_time: a picture time off by more than ``tolerance_s`` is an error instead of a warning.
+        action_chunk: window of that many frames for ``action`` where ``delta_timestamps`` names none; None adds none.
         image_size: ``(height, width)`` to which pictures are resized while they are decoded; None keeps them.
         resize_filter: a filter of `ingest.video.pixels.PictureWriter`.
         pixel_format: a format of `ingest.video.pixels.PictureWriter` for colour cameras.
@@ -33,6 +34,7 @@ class ReadOptions:
     delta_timestamps: Mapping[str, Sequence[float]] | None = None
     tolerance_s: float = DEFAULT_TOLERANCE_S
     strict_time: bool = False
+    action_chunk: int | None = None
     image_size: tuple[int, int] | None = None
     resize_filter: str = "bilinear"
     pixel_format: str = "rgb24"
@@ -72,7 +74,10 @@ class SampleSpec:
             SelectionError: a camera, column or window that the dataset does not have.
             SettingsError: a window off the frame grid.
         """
-        windows = Windows.from_delta_timestamps(options.delta_timestamps, info.fps, options.tolerance_s, info=info)
+        delta = dict(options.delta_timestamps or {})
+        if options.action_chunk is not None and "action" in info.features:
+            delta.setdefault("action", [frame / info.fps for frame in range(options.action_chunk)])
+        windows = Windows.from_delta_timestamps(delta, info.fps, options.tolerance_s, info=info)
         cameras = _chosen("cameras", options.cameras, info.cameras)
         stored = tuple(key for key, feature in info.features.items() if not feature.is_video)
         chosen = _chosen("columns", options.columns, stored)

@@ -1,0 +1,255 @@
+"""``reelray train``: the training job, with LeRobot's option names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ingest.errors import SettingsError
+from ingest.plan import PlanSettings
+from ingest.settings import DEFAULT_STREAMING_SEED, DEFAULT_TRAIN_SEED
+from reelray.commands.common import Share, Strategy, parse_windows, print_facts, print_json
+
+_LOG = logging.getLogger("reelray.train")
+_CONFIG = "train_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetArguments:
+    """The dataset, with LeRobot's names."""
+
+    repo_id: str | None = None
+    """OWNER/NAME on the Hub, or any location."""
+    root: str | None = None
+    """Local dataset directory, or an hf://buckets URI."""
+    revision: str | None = None
+    """Hub revision."""
+    repo_type: Literal["dataset", "bucket"] = "dataset"
+    """Kind of Hub repository."""
+    episodes: str | None = None
+    """Episodes to read, for example [1,3]."""
+    exclude_episodes: str | None = None
+    """Episodes to leave out."""
+    streaming: bool = True
+    """Off reads map-style in each rank's own process, from local roots only."""
+    streaming_encoding: bool = False
+    """How recordings are written; no effect on reading."""
+    streaming_episode_pool_size: int | None = None
+    """Episodes mixed by each worker; 32 / workers when unset."""
+    streaming_sampling_strategy: Strategy = "remaining"
+    """Order mode; lanes is the native one."""
+    streaming_prefetch_episodes: int = 8
+    """Episodes fetched ahead of each worker's pool."""
+    streaming_byte_budget_gb: float = 8.0
+    """GiB of compressed pictures per rank."""
+    streaming_decode_threads: int = 2
+    """Threads that decode, where a rank decodes itself; the pool's actors decode otherwise."""
+    streaming_decoded_queue_size: int = 8
+    """Accepted; finished batches are kept ahead instead (prefetch_batches)."""
+    video_decoder_cache_size: int | None = None
+    """Accepted; packets go straight into decoders, so none is kept open."""
+    streaming_native_http_connections: int | None = None
+    """HTTP connections per process."""
+    streaming_native_http_subranges: int = 1
+    """Concurrent parts of one large range."""
+    streaming_sidecar_lock_timeout_s: float = 1800.0
+    """Seconds to wait for another sidecar build."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyArguments:
+    """The policy."""
+
+    type: str = "bc"
+    """bc: behaviour cloning of action chunks from cameras and state."""
+    chunk: int = 8
+    """Actions predicted per sample."""
+    learning_rate: float = 1e-3
+    """Of AdamW."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Train a policy through Ray Train, every frame exactly once per epoch, through losses of workers."""
+
+    dataset: DatasetArguments = field(default_factory=DatasetArguments)
+    policy: PolicyArguments = field(default_factory=PolicyArguments)
+    output_dir: Path = Path("outputs/train")
+    """Checkpoints, order of delivery, log and report."""
+    resume: bool = False
+    """Go on with the run in output_dir; seed and order are those stored there."""
+    batch_size: int = 8
+    """Samples of a batch, per rank."""
+    steps: int = 1000
+    """Optimiser steps."""
+    num_workers: int = 4
+    """Consumers inside each rank; more than a rank has episodes are clamped."""
+    seed: int | None = DEFAULT_TRAIN_SEED
+    """Order and weights; null is 42 for the order."""
+    tolerance_s: float = 1e-4
+    """Most that a picture time or window offset may deviate."""
+    delta_timestamps: str | None = None
+    """Windows as JSON, seconds by feature; the action's default is the policy's chunk."""
+    image_size: tuple[int, int] | None = None
+    """Height and width to which pictures are resized while they are decoded."""
+    save_freq: int = 200
+    """Steps between checkpoints."""
+    log_freq: int = 10
+    """Steps between log lines."""
+    world_size: int = 1
+    """Train workers."""
+    max_world_size: int | None = None
+    """Most Train workers of an elastic group; world_size is then the least."""
+    share: Share = "episodes"
+    """How ranks share the episodes."""
+    lanes: int | None = None
+    """Lanes of the native order."""
+    use_gpu: bool = False
+    """One GPU per worker."""
+    decode_actors: int | None = None
+    """Decode actors per node; the node's free CPUs when unset."""
+    decoded_budget_gb: float | None = None
+    """GiB of decoded pictures per rank."""
+    damage: Literal["error", "skip_episode"] = "error"
+    """What to do about damaged episodes."""
+    max_failures: int = 8
+    """Worker groups that may be lost."""
+    step_s: float = 0.0
+    """Least seconds of a step, to imitate a larger model."""
+    digests: bool = False
+    """Digest every picture in the recorded order (slow)."""
+    address: str | None = None
+    """Ray cluster to join; a local one is started when unset."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Trains and reports."""
+        from train_integration.cluster import ray_session
+        from train_integration.job import POLICIES, JobSettings, coverage, make_plan, run_training
+        from train_integration.options import open_stream
+
+        if self.policy.type not in POLICIES:
+            raise SettingsError(f"policy.type {self.policy.type!r} is not known; there is {', '.join(POLICIES)}")
+        seed, strategy = self._stored_order() if self.resume else (self.seed, self.dataset.streaming_sampling_strategy)
+        self._explain()
+        description, dataset = open_stream(self.location(), self.stream_config(seed, strategy), **self.dataset_options())
+        plan = make_plan(
+            dataset,
+            steps=self.steps,
+            chunk=self.policy.chunk,
+            seed=DEFAULT_STREAMING_SEED if seed is None else seed,
+            save_every=self.save_freq,
+            learning_rate=self.policy.learning_rate,
+            log_every=self.log_freq,
+            digests=self.digests,
+            step_s=self.step_s,
+        )
+        from actors.manager import PoolSettings
+
+        most = self.max_world_size or self.world_size
+        settings = JobSettings(
+            output_dir=self.output_dir,
+            world_size=self.world_size if self.max_world_size is None else (self.world_size, self.max_world_size),
+            use_gpu=self.use_gpu,
+            max_failures=self.max_failures,
+            pool=PoolSettings(actors=self.decode_actors),
+            resume=self.resume,
+        )
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        if not self.resume:
+            stored = asdict(self) | {"seed": seed, "output_dir": str(self.output_dir)}
+            (self.output_dir / _CONFIG).write_text(json.dumps(stored, indent=1), encoding="utf-8")
+        with ray_session(cpus=most + (self.decode_actors or 2), address=self.address):
+            result = run_training(description, plan, settings)
+        losses = [entry["loss"] for entry in result.log]
+        report: dict[str, Any] = {
+            "dataset": dataset.source.store.url,
+            "frames_selected": dataset.num_frames,
+            "steps": int(result.log[-1]["step"]) if result.log else 0,
+            "worker_groups": result.attempts,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "first_batch_s": result.first_batch_s,
+            "checkpoint": result.checkpoint,
+            "epochs": [asdict(one) for one in coverage(description, result.rows, self.world_size)] if self.max_world_size is None else [],
+            "skipped": description.damage.to_json(),
+        }
+        if self.json:
+            print_json(report)
+        else:
+            print_facts(
+                {
+                    key.replace("_", " "): "none" if value is None else value
+                    for key, value in report.items()
+                    if key not in {"epochs", "skipped"}
+                }
+            )
+            for epoch in report["epochs"]:
+                print(", ".join(f"{name} {value}" for name, value in epoch.items()))
+        return 0
+
+    def location(self) -> str:
+        """Where the dataset is: its root where one is given, else its repository."""
+        found = self.dataset.root or self.dataset.repo_id
+        if found is None:
+            raise SettingsError("give --dataset.repo_id or --dataset.root")
+        return found
+
+    def dataset_options(self) -> dict[str, Any]:
+        """Arguments of `open_dataset` beside the location."""
+        given = {"revision": self.dataset.revision, "repo_type": self.dataset.repo_type if self.dataset.repo_type != "dataset" else None}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def stream_config(self, seed: int | None, strategy: Strategy) -> Any:
+        """As the stream's configuration."""
+        from ingest.engine.spec import ReadOptions
+        from ingest.lerobot.selection import parse_episodes
+        from train_integration.options import StreamConfig
+
+        data = self.dataset
+        windows = parse_windows(self.delta_timestamps)
+        return StreamConfig(
+            plan=PlanSettings(
+                strategy=strategy,
+                seed=DEFAULT_STREAMING_SEED if seed is None else seed,
+                world_size=self.world_size,
+                workers=self.num_workers,
+                batch_size=self.batch_size,
+                pool_size=data.streaming_episode_pool_size,
+                byte_budget=int(data.streaming_byte_budget_gb * 2**30),
+                lanes=self.lanes,
+                share=self.share,
+                tail="pad",
+                clamp_workers=True,
+            ),
+            read=ReadOptions(
+                delta_timestamps=windows, tolerance_s=self.tolerance_s, image_size=self.image_size, action_chunk=self.policy.chunk
+            ),
+            episodes=None if data.episodes is None else tuple(parse_episodes(data.episodes)),
+            exclude_episodes=None if data.exclude_episodes is None else tuple(parse_episodes(data.exclude_episodes)),
+            epochs=None,
+            damage=self.damage,
+            decode="pool" if data.streaming else "inline",
+            decode_threads=data.streaming_decode_threads,
+            decoded_budget_gb=self.decoded_budget_gb,
+            byte_budget_gb=data.streaming_byte_budget_gb,
+        )
+
+    def _stored_order(self) -> tuple[int | None, Strategy]:
+        path = self.output_dir / _CONFIG
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            return stored["seed"], stored["dataset"]["streaming_sampling_strategy"]
+        except (OSError, ValueError, KeyError) as error:
+            raise SettingsError(f"{path} cannot be read ({error}): there is no run to resume in {self.output_dir}") from error
+
+    def _explain(self) -> None:
+        if self.dataset.streaming_encoding:
+            _LOG.info("dataset.streaming_encoding concerns recording and has no effect on reading")
+        for name in ("video_decoder_cache_size",):
+            if getattr(self.dataset, name) is not None:
+                _LOG.info("dataset.%s has no meaning here: packets go straight into decoders", name)

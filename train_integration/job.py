@@ -1,0 +1,204 @@
+"""The training job as a driver runs it: open, publish, train through Ray Train, keep what a person wants to see."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from actors.manager import PoolSettings, start_manager
+from ingest.engine.dataset import Dataset
+from ingest.errors import SettingsError
+from ingest.plan import EpochPlan, plan_epoch
+from train_integration.config import EpisodeDataConfig, placeholder, publish_stream
+from train_integration.delivery import typed_cause
+from train_integration.ledger import Rows, start_ledger, write_order
+from train_integration.options import StreamDescription
+from train_integration.training import TrainingPlan, feature_statistics, train_worker
+
+POLICIES = ("bc",)
+"""Policy types that the training job knows."""
+
+_RUN = "run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """How the job runs.
+
+    Attributes:
+        output_dir: where checkpoints, the order and the log go.
+        world_size: Train workers, or ``(least, most)`` for an elastic group.
+        use_gpu: one GPU per worker.
+        cpus_per_worker: logical CPUs that each worker reserves.
+        max_failures: worker groups that may be lost.
+        pool: decode actors per node.
+        resume: go on from the newest checkpoint in ``output_dir``.
+    """
+
+    output_dir: Path
+    world_size: int | tuple[int, int]
+    use_gpu: bool = False
+    cpus_per_worker: float = 1.0
+    max_failures: int = 8
+    pool: PoolSettings | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What a training job did.
+
+    Attributes:
+        rows: order rows of every rank and attempt, ``committed`` filled in.
+        log: one entry per logged step of rank 0, replayed steps included.
+        attempts: worker groups that were started.
+        counts: counter totals of the last worker group.
+        first_batch_s: seconds to the first batch of its slowest rank.
+        checkpoint: path of the newest checkpoint, or None.
+    """
+
+    rows: Rows
+    log: list[dict[str, float]]
+    attempts: int
+    counts: dict[str, float]
+    first_batch_s: float | None
+    checkpoint: str | None
+
+
+def make_plan(
+    dataset: Dataset, *, steps: int, chunk: int, seed: int, save_every: int, learning_rate: float = 1e-3, **more: Any
+) -> TrainingPlan:
+    """A training plan for a dataset: all its delivered cameras, its state, and its actions.
+
+    Raises:
+        SettingsError: the dataset has no ``action``.
+    """
+    spec = dataset.spec
+    if "action" not in spec.columns:
+        raise SettingsError(f"{dataset.source.store.url} has no 'action' to learn; its columns are {', '.join(spec.columns)}")
+    state = next((key for key in ("observation.state", "observation.environment_state") if key in spec.columns), None)
+    statistics = feature_statistics(dataset, [key for key in ("action", state) if key is not None])
+    return TrainingPlan(
+        cameras=spec.cameras,
+        state_key=state,
+        chunk=chunk,
+        statistics=statistics,
+        steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        save_every=save_every,
+        **more,
+    )
+
+
+def run_training(description: StreamDescription, plan: TrainingPlan, settings: JobSettings, *, ledger: Any = None) -> JobResult:
+    """Trains, through losses of workers, until the plan's steps are done.
+
+    Args:
+        description: what to deliver.
+        plan: what to do with it.
+        settings: how to run.
+        ledger: an order ledger that the caller watches; None starts one.
+
+    Raises:
+        SettingsError: the output directory holds another run.
+        ReelrayError: of the kind that stopped a worker.
+    """
+    output = settings.output_dir.resolve()
+    if (output / _RUN).exists() and not settings.resume:
+        raise SettingsError(f"{output} holds an earlier run: pass --resume to go on with it, or another --output_dir")
+    output.mkdir(parents=True, exist_ok=True)
+    ledger = ledger if ledger is not None else start_ledger()
+    manager = start_manager(settings.pool) if description.config.decode == "pool" else None
+    scaling: Any = ScalingConfig(
+        num_workers=settings.world_size,  # pyright: ignore[reportArgumentType]
+        use_gpu=settings.use_gpu,
+        resources_per_worker={"CPU": settings.cpus_per_worker} | ({"GPU": 1} if settings.use_gpu else {}),
+    )
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"plan": plan, "ledger": ledger},
+        scaling_config=scaling,
+        datasets=placeholder(),
+        dataset_config=EpisodeDataConfig(publish_stream(description, manager)),
+        run_config=RunConfig(name=_RUN, storage_path=str(output), failure_config=FailureConfig(max_failures=settings.max_failures)),
+    )
+    try:
+        result: Any = trainer.fit()
+    except Exception as error:
+        raise typed_cause(error) from error
+    rows: Rows = ray.get(ledger.columns.remote())
+    summary: dict[str, Any] = ray.get(ledger.summary.remote())
+    log: list[dict[str, float]] = ray.get(ledger.training_log.remote())
+    write_order(output / "order.parquet", rows)
+    (output / "log.json").write_text(json.dumps(log), encoding="utf-8")
+    checkpoint = result.checkpoint.path if result.checkpoint is not None else None
+    return JobResult(rows, log, summary["attempts"], summary["counts"], summary["first_batch_s"], checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was committed of one epoch, against what was selected.
+
+    Attributes:
+        epoch: epoch number.
+        complete: whether the epoch was delivered to its end.
+        selected: selected frames.
+        delivered: committed rows, padding excluded.
+        missing: selected frames that were not delivered.
+        duplicated: deliveries beyond the first of a frame.
+        in_order: whether every rank's committed rows come in the order of the plan.
+    """
+
+    epoch: int
+    complete: bool
+    selected: int
+    delivered: int
+    missing: int
+    duplicated: int
+    in_order: bool
+
+
+def coverage(description: StreamDescription, rows: Rows, world_size: int) -> list[Coverage]:
+    """Compares committed rows with the plan, epoch by epoch."""
+    selected = int(description.units.frames.sum())
+    found: list[Coverage] = []
+    for epoch in np.unique(rows["epoch"]).tolist():
+        plan = plan_epoch(description.units, description.with_topology(world_size=world_size), epoch=epoch)
+        mine = (rows["epoch"] == epoch) & rows["committed"]
+        real = mine & ~rows["is_pad"]
+        frames = np.stack([rows["episode_index"][real], rows["frame_index"][real]], axis=1)
+        distinct = len(np.unique(frames, axis=0)) if len(frames) else 0
+        reached = int(rows["step"][mine].max()) + 1 if mine.any() else 0
+        complete = reached >= plan.steps
+        found.append(
+            Coverage(
+                epoch,
+                complete,
+                selected,
+                len(frames),
+                selected - distinct if complete else 0,
+                len(frames) - distinct,
+                _in_order(plan, rows, mine),
+            )
+        )
+    return found
+
+
+def _in_order(plan: EpochPlan, rows: Rows, mine: Any) -> bool:
+    for rank in range(plan.world_size):
+        here = np.flatnonzero(mine & (rows["rank"] == rank))
+        if not len(here):
+            continue
+        table = plan.rank(rank).table(0, int(rows["step"][here].max()) + 1)
+        same = len(table.frame) == len(here) and np.array_equal(table.frame, rows["frame_index"][here])
+        if not same or not np.array_equal(plan.units.episode[table.unit], rows["episode_index"][here]):
+            return False
+    return True

@@ -1,0 +1,181 @@
+"""The training loop that every Train worker runs: behaviour cloning over a sample stream, resumable at any step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from numpy.typing import NDArray
+
+from ingest.engine.dataset import Dataset
+from ingest.errors import DatasetError, SettingsError
+from train_integration.checkpoints import load_checkpoint, save_checkpoint
+from train_integration.collate import to_torch
+from train_integration.config import RankShard
+from train_integration.policy import BehaviourCloning, LossOf
+from train_integration.recording import order_rows
+from train_integration.stream import SampleStream
+
+_STATISTICS_EPISODES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """What the loop does. Pickles; statistics are float64 arrays.
+
+    Attributes:
+        cameras: cameras that the policy sees.
+        state_key: vector feature that it sees, or None.
+        chunk: actions predicted per sample.
+        statistics: ``{key: (mean [D], std [D])}``.
+        steps: optimiser steps in all.
+        learning_rate: of AdamW.
+        seed: of the policy's weights.
+        save_every: steps between checkpoints.
+        log_every: steps between log lines.
+        digests: whether recorded rows carry picture digests.
+        step_s: least seconds of a step, to imitate a larger model.
+    """
+
+    cameras: tuple[str, ...]
+    state_key: str | None
+    chunk: int
+    statistics: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+    steps: int
+    learning_rate: float
+    seed: int
+    save_every: int
+    log_every: int = 1
+    digests: bool = False
+    step_s: float = 0.0
+
+
+def feature_statistics(dataset: Dataset, keys: list[str]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Mean and standard deviation of vector features: from ``stats.json``, or from the first episodes' rows.
+
+    Raises:
+        DatasetError: a feature has no numbers.
+    """
+    found: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+    missing: list[str] = []
+    for key in keys:
+        stored: Any = dataset.source.stats.get(key, {})
+        if "mean" in stored and "std" in stored:
+            found[key] = (np.asarray(stored["mean"], np.float64).reshape(-1), np.asarray(stored["std"], np.float64).reshape(-1))
+        else:
+            missing.append(key)
+    if missing:
+        values: dict[str, list[NDArray[Any]]] = {key: [] for key in missing}
+        reader = dataset.row_reader()
+        for episode in dataset.selection[:_STATISTICS_EPISODES].tolist():
+            rows = reader.read(episode, missing)
+            for key in missing:
+                if key not in rows.numbers:
+                    raise DatasetError(f"{dataset.source.store.url}: feature {key} has no numbers to train on in episode {episode}")
+                values[key].append(rows.numbers[key].reshape(rows.length, -1))
+        for key, parts in values.items():
+            joined = np.concatenate(parts).astype(np.float64)
+            found[key] = (joined.mean(0), joined.std(0))
+    return found
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """What each Train worker runs. ``config`` holds ``plan`` (a `TrainingPlan`) and ``ledger`` (an actor or None)."""
+    plan: TrainingPlan = config["plan"]
+    ledger: Any = config["ledger"]
+    shard: Any = ray.train.get_dataset_shard("train")
+    if not isinstance(shard, RankShard):
+        raise SettingsError("the trainer's dataset 'train' is not a reelray stream: pass dataset_config=EpisodeDataConfig(...)")
+    torch.manual_seed(plan.seed)
+    statistics = {key: (torch.from_numpy(mean), torch.from_numpy(std)) for key, (mean, std) in plan.statistics.items()}
+    policy = BehaviourCloning(plan.cameras, plan.state_key, statistics, plan.chunk)
+    model: Any = ray.train.torch.prepare_model(LossOf(policy))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate)
+    step = 0
+    with shard.open(output="numpy") as stream:
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is not None:
+            state, training = load_checkpoint(checkpoint)
+            stream.load_state_dict(state)
+            policy.load_state_dict(training["policy"])
+            optimizer.load_state_dict(training["optimizer"])
+            step = int(training["step"])
+        recorder = None if ledger is None else _Recorder(ledger, shard, stream, plan)
+        device = ray.train.torch.get_device()
+        while step < plan.steps:
+            for batch in stream:
+                started = time.perf_counter()
+                loss = _step(model, optimizer, to_torch(batch, device=device))
+                step += 1
+                _pause(started, plan.step_s)
+                if recorder is not None:
+                    recorder.add(batch, step, loss)
+                last = step >= plan.steps
+                if last or step % plan.save_every == 0:
+                    if recorder is not None:
+                        recorder.flush()
+                    weights = (
+                        {"policy": policy.state_dict(), "optimizer": optimizer.state_dict(), "step": step} if shard.rank == 0 else None
+                    )
+                    save_checkpoint({"step": step, "epoch": stream.epoch, "loss": loss}, stream, weights)
+                if last:
+                    break
+        if recorder is not None:
+            recorder.finish()
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> float:
+    optimizer.zero_grad(set_to_none=True)
+    loss = model(batch)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _pause(started: float, step_s: float) -> None:
+    left = step_s - (time.perf_counter() - started)
+    if left > 0:
+        time.sleep(left)
+
+
+class _Recorder:
+    """Sends a rank's rows and log lines to the ledger."""
+
+    def __init__(self, ledger: Any, shard: RankShard, stream: SampleStream, plan: TrainingPlan) -> None:
+        self._ledger = ledger
+        self._rank = shard.rank
+        self._stream = stream
+        self._plan = plan
+        self._pending: Any = None
+        self._attempt: Any = ray.get(ledger.begin_group.remote(shard.attempt, stream.epoch, stream.segment, stream.step))
+        ray.get(ledger.started.remote(shard.rank, os.getpid()))
+
+    def add(self, batch: dict[str, Any], step: int, loss: float) -> None:
+        """Records one step."""
+        delivery = self._stream.delivery
+        assert delivery is not None  # set with every batch
+        rows = order_rows(delivery, self._rank, batch, self._plan.cameras, digests=self._plan.digests)
+        self._pending = self._ledger.add_rows.remote(self._attempt, delivery.segment, self._rank, rows, None)
+        if self._rank == 0 and step % self._plan.log_every == 0:
+            totals = self._stream.counters.totals()
+            entry = {"step": float(step), "epoch": float(delivery.epoch), "loss": loss, "time_s": time.time()}
+            entry |= {"waited_s": totals["reelray_wait_seconds"], "samples": totals["reelray_samples_delivered"]}
+            self._ledger.log.remote(entry)
+
+    def finish(self) -> None:
+        """Sends the rank's totals, once every row has arrived."""
+        self.flush()
+        ray.get(self._ledger.finish_rank.remote(self._stream.counters.totals(), self._stream.first_batch_s))
+
+    def flush(self) -> None:
+        """Waits until every row has arrived: what a checkpoint commits must be on record."""
+        if self._pending is not None:
+            ray.get(self._pending)
