@@ -6,6 +6,7 @@ after a loss, it goes on where all ranks had delivered, and what was delivered b
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -96,6 +97,7 @@ def deliver_through_ray(
     pool: PoolSettings | None = None,
     max_failures: int = 20,
     step_s: float = 0.0,
+    ledger: Any = None,
 ) -> DeliverySummary:
     """Delivers an epoch through Ray Train workers, Ray Data reads and the decode pool, and survives their loss.
 
@@ -109,6 +111,7 @@ def deliver_through_ray(
         pool: decode actors per node.
         max_failures: worker groups that may be lost.
         step_s: seconds that each rank spends on a batch, to imitate a training step.
+        ledger: a ledger that the caller watches; None starts one.
 
     Raises:
         ReelrayError: of the kind that stopped a rank.
@@ -116,7 +119,7 @@ def deliver_through_ray(
     settings = description.with_topology(world_size=world_size)
     plan = plan_epoch(description.units, settings, cursor, epoch=epoch)
     manager = start_manager(pool) if description.config.decode == "pool" else None
-    ledger = start_ledger()
+    ledger = ledger if ledger is not None else start_ledger()
     shared = replace(description, config=replace(description.config, plan=settings, epochs=1))
     handles = publish_stream(shared, manager, cursor=plan.cursor.to_json(), max_steps=max_steps)
     start = time.perf_counter()
@@ -172,6 +175,7 @@ def _deliver(config: dict[str, Any]) -> None:
     ledger, digests, limit = config["ledger"], config["digests"], config["max_steps"]
     base = Cursor.from_json(shard.handles.cursor or "")
     number, batches, skips = ray.get(ledger.join.remote(shard.attempt, shard.world_size, base.epoch, len(base.segments) - 1, base.batches))
+    ray.get(ledger.started.remote(shard.rank, os.getpid()))
     cursor = base
     for skip in skips:
         cursor = cursor.skip(*skip)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, Transform
+from ingest.engine.checks import check_selection, first_of
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.fetch import UnitReader, UnitRequest
@@ -20,7 +21,8 @@ from ingest.engine.pictures import PictureForm, decode_run, groups, located
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units
-from ingest.errors import DamagedDataError, PictureCountError, SelectionError, SettingsError
+from ingest.errors import DamagedDataError, PictureCountError, RowsError, SelectionError, SettingsError
+from ingest.lerobot.relocate import verify_data_files
 from ingest.lerobot.rows import RowReader
 from ingest.lerobot.selection import select_episodes
 from ingest.lerobot.source import Source, open_source
@@ -335,8 +337,14 @@ def open_dataset(
     spec = SampleSpec.resolve(opened.info, options or ReadOptions(**read_options))
     selection = select_episodes(opened, episodes, exclude_episodes)
     index = index or ProbingIndex(store)
+    problems: list[RowsError] | None = None if damage == "error" else []
+    verified = verify_data_files(opened, selection, problems=problems)
+    for warning in verified.warnings[len(opened.warnings) :]:
+        _LOG.warning("%s: %s", store.url, warning)
+    opened = verified
     report = DamageReport()
-    for episode, error in damaged_videos(opened, index, spec, selection).items():
+    damaged = {episode: error for error in problems or () for episode in error.episodes} | damaged_videos(opened, index, spec, selection)
+    for episode, error in sorted(damaged.items()):
         if damage == "error":
             raise error
         frames = int(opened.episodes.length[opened.episodes.row(episode)])
@@ -346,26 +354,3 @@ def open_dataset(
     if not len(kept):
         raise SelectionError(f"{store.url}: every selected episode is damaged; the first: {report.records[0].message}")
     return Dataset(opened, index, spec, kept, return_uint8, image_transforms, render, report, Counters())
-
-
-def damaged_videos(source: Source, index: VideoIndex, spec: SampleSpec, selection: NDArray[np.int64]) -> dict[int, DamagedDataError]:
-    """Selected episodes whose pictures are not all there, with the error that says so. Reads file heads only."""
-    damaged: dict[int, DamagedDataError] = {}
-    for camera in spec.cameras:
-        mapped = source.camera_map(camera)
-        rows: NDArray[np.int64] = np.array([source.episodes.row(int(episode)) for episode in selection], dtype=np.int64)
-        for number in np.unique(mapped.file[rows]):
-            path = mapped.paths[int(number)]
-            try:
-                source.check_pictures(path, camera, index.table(path).pictures)
-            except PictureCountError as error:
-                hit = [episode for episode in error.episodes if episode in set(selection.tolist())]
-                for episode in hit:
-                    damaged.setdefault(episode, error)
-            except DamagedDataError as error:
-                hit = selection[mapped.file[rows] == number].tolist()
-                error.episodes = tuple(hit)
-                error.camera = camera
-                for episode in hit:
-                    damaged.setdefault(int(episode), error)
-    return dict(sorted(damaged.items()))

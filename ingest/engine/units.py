@@ -12,20 +12,24 @@ from ingest.engine.spec import SampleSpec
 from ingest.lerobot.source import Source
 from ingest.plan import Units, cut_units
 from ingest.video.index import VideoIndex
-from ingest.video.spans import gop_starts, picture_span
+from ingest.video.mini import episode_spans, mini_mp4_sizes
+from ingest.video.spans import gop_starts
 
 
 def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection: NDArray[np.int64], lengths: NDArray[np.int64]) -> Units:
-    """Whole episodes in selection order, with the bytes of their pictures and the pixels to decode as cost."""
+    """Whole episodes in selection order; bytes are the sizes of their mini-MP4s (LeRobot's measure), cost is pixels to decode."""
+    rows: NDArray[np.int64] = np.array([source.episodes.row(int(episode)) for episode in selection], dtype=np.int64)
     nbytes = np.zeros(len(selection), dtype=np.int64)
     cost = np.zeros(len(selection), dtype=np.float64)
     for camera in spec.cameras:
         height, width, _ = spec.features[camera].picture_shape
         cost += lengths * float(height * width)
-        for row, episode in enumerate(selection.tolist()):
-            path, first, count = source.pictures(episode, camera)
-            if count:
-                nbytes[row] += picture_span(index.table(path), range(first, first + count)).nbytes
+        mapped, spans = source.camera_map(camera), source.episodes.cameras[camera]
+        for number in np.unique(mapped.file[rows]).tolist():
+            here = np.flatnonzero(mapped.file[rows] == number)
+            table = index.table(mapped.paths[number])
+            times = spans.from_timestamp[rows[here]], spans.to_timestamp[rows[here]]
+            nbytes[here] += mini_mp4_sizes(table, episode_spans(table, *times))
     return Units.from_lengths(lengths, episodes=selection, nbytes=nbytes, cost=cost if spec.cameras else None)
 
 
