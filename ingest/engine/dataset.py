@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, Transform
-from ingest.engine.checks import check_selection, first_of
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.fetch import UnitReader, UnitRequest
@@ -21,7 +20,7 @@ from ingest.engine.pictures import PictureForm, decode_run, groups, located
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units
-from ingest.errors import DamagedDataError, PictureCountError, RowsError, SelectionError, SettingsError
+from ingest.errors import DamagedDataError, RowsError, SelectionError, SettingsError
 from ingest.lerobot.relocate import verify_data_files
 from ingest.lerobot.rows import RowReader
 from ingest.lerobot.selection import select_episodes

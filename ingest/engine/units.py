@@ -12,7 +12,8 @@ from ingest.engine.spec import SampleSpec
 from ingest.lerobot.source import Source
 from ingest.plan import Units, cut_units
 from ingest.video.index import VideoIndex
-from ingest.video.mini import episode_spans, mini_mp4_sizes
+from ingest.video.mini import mini_mp4_sizes
+from ingest.video.span_table import episode_spans
 from ingest.video.spans import gop_starts
 
 
@@ -25,9 +26,9 @@ def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection
         height, width, _ = spec.features[camera].picture_shape
         cost += lengths * float(height * width)
         mapped, spans = source.camera_map(camera), source.episodes.cameras[camera]
-        for number in np.unique(mapped.file[rows]).tolist():
+        for number in np.unique(mapped.file[rows]):
             here = np.flatnonzero(mapped.file[rows] == number)
-            table = index.table(mapped.paths[number])
+            table = index.table(mapped.paths[int(number)])
             times = spans.from_timestamp[rows[here]], spans.to_timestamp[rows[here]]
             nbytes[here] += mini_mp4_sizes(table, episode_spans(table, *times))
     return Units.from_lengths(lengths, episodes=selection, nbytes=nbytes, cost=cost if spec.cameras else None)
