@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
 from fsspec.core import url_to_fs  # pyright: ignore[reportUnknownVariableType, reportMissingTypeStubs]
+from fsspec.implementations.memory import MemoryFileSystem  # pyright: ignore[reportMissingTypeStubs]
 
 from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
@@ -26,6 +27,7 @@ from ingest.storage.secrets import redact
 from ingest.storage.traffic import count_request
 
 _url_to_fs = cast("Callable[[str], tuple[Any, Any]]", url_to_fs)
+_MEMORY_LIMIT = 1024 * 1024 * 1024
 _TAGS = ("ETag", "etag", "version_id", "mtime", "LastModified")
 _PASSING = (ConnectionError, TimeoutError)
 
@@ -48,7 +50,19 @@ class FsspecStore:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self._location, self._policy, self._known))
+        # Another process has a memory of its own, so files that are only in this one travel along.
+        files = self._memory_files() if self._location.kind == "memory" else {}
+        return (_rebuild, (self._location, self._policy, self._known, files))
+
+    def _memory_files(self) -> dict[str, bytes]:
+        file_system, root = self._file_system()
+        sizes = {path: int(info["size"]) for path, info in file_system.find(root, detail=True).items()}
+        if sum(sizes.values()) > _MEMORY_LIMIT:
+            raise StorageError(
+                f"{self.url} holds {sum(sizes.values())} bytes, too many to send to other processes (limit {_MEMORY_LIMIT}): "
+                "put the dataset in a directory"
+            )
+        return {path: bytes(file_system.cat_file(path)) for path in sizes}
 
     def __repr__(self) -> str:
         return f"FsspecStore({self.url!r})"
@@ -195,5 +209,9 @@ def _translate(error: Exception, where: str) -> StorageError:
     return StorageError(text)
 
 
-def _rebuild(location: Location, policy: RetryPolicy, known: KnownObjects) -> FsspecStore:
+def _rebuild(location: Location, policy: RetryPolicy, known: KnownObjects, files: Mapping[str, bytes]) -> FsspecStore:
+    for path, data in files.items():
+        memory = cast("Any", MemoryFileSystem())
+        if not memory.exists(path):
+            memory.pipe_file(path, data)
     return FsspecStore(location, policy=policy, known=known)

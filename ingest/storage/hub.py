@@ -6,7 +6,6 @@ import builtins
 import io
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import BinaryIO
 
 from ingest import settings
@@ -71,6 +70,7 @@ class HubDatasetStore:
         self._policy = policy or RetryPolicy()
         self._known = known or KnownObjects()
         self._listings: dict[str, dict[str, int]] = {}
+        self._folders: dict[str, dict[str, int]] = {}
         self._lock = threading.Lock()
         self._objects = HttpObjects(
             home=lambda path: hub_api.dataset_address(self._repo_id, self._commit, self._prefix + path),
@@ -110,8 +110,11 @@ class HubDatasetStore:
             return local.stat().st_size
         listing = self._covering(path)
         if listing is None:
-            parent = str(PurePosixPath(path).parent)
-            listing = self._list("" if parent == "." else parent, recursive=False)
+            parent = path.rpartition("/")[0]
+            with self._lock:
+                listing = self._folders.get(parent)
+            if listing is None:
+                listing = self._list(parent, recursive=False)
         if path not in listing:
             raise ObjectNotFoundError(f"{self.url}/{path}: there is no such file at this commit")
         return listing[path]
@@ -187,9 +190,8 @@ class HubDatasetStore:
                 key, lambda: hub_api.dataset_tree(self._repo_id, self._commit, full, recursive=recursive, policy=self._policy)
             )
         listing = _relative(entries, self._prefix)
-        if recursive:
-            with self._lock:
-                self._listings[folder] = listing
+        with self._lock:
+            (self._listings if recursive else self._folders)[folder] = listing
         return listing
 
 

@@ -98,6 +98,19 @@ def test_stores_pickle(memory: Store) -> None:
     assert pickle.loads(pickle.dumps(memory)).read_all("meta/info.json") == b"{}"
 
 
+def test_files_in_memory_travel_to_another_process(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried = pickle.dumps(memory)
+    files: Any = fsspec.filesystem("memory")
+    files.store.clear()
+    again = pickle.loads(carried)
+    assert again.read_ranges("videos/a.mp4", [(5, 9)]) == [BODY[5:9]]
+    assert [item.path for item in again.list()] == ["meta/info.json", "videos/a.mp4"]
+    assert not files.exists("/other/x"), "only what is below the root"
+    monkeypatch.setattr("ingest.storage.fsspec_store._MEMORY_LIMIT", 100)
+    with pytest.raises(StorageError, match="too many to send"):
+        pickle.dumps(again)
+
+
 def test_a_missing_package_says_what_to_install(fast: RetryPolicy) -> None:
     with pytest.raises((StorageError, LocationError), match="install"):
         open_store(parse_location("oci://bucket/x"), policy=fast).read_all("a")

@@ -212,6 +212,13 @@ class TestColdStart:
         assert len(hub.hub.requests) == 2, "only the revision is asked for again"
         assert hub.storage.requests == []
 
+    def test_sizes_of_many_files_take_one_listing_per_folder(self, hub: HubEmulator, fast: RetryPolicy) -> None:
+        many = {f"videos/cam/chunk-{number // 50:03d}/file-{number:03d}.mp4": bytes(number) for number in range(150)}
+        store = _open(f"hf://datasets/o/n@{hub.add_dataset('o/n', many)}", fast)
+        hub.forget()
+        assert all(store.size(path) == len(data) and store.identity(path).stable for path, data in many.items())
+        assert len(hub.hub.requests) == 3
+
     def test_concurrent_processes_ask_once(self, hub: HubEmulator, fast: RetryPolicy) -> None:
         commit = hub.add_dataset("o/n", FILES)
         hub.forget()
