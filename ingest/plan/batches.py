@@ -109,9 +109,9 @@ class RankPlan:
         counts = self.turns.counts(step) * self._size
         return sum(min(int(count), len(order)) for count, order in zip(counts, self.orders, strict=True))
 
-    def admission(self, worker: int = 0) -> Admission:
-        """What a worker's reader must fetch, in order, with the sample numbers of first and last use."""
-        return self.orders[worker].admission()
+    def admission(self, worker: int = 0, start: int = 0, stop: int | None = None) -> Admission:
+        """What a worker's reader must fetch for its samples ``start..stop``, in order; see ``Order.admission``."""
+        return self.orders[worker].admission(start, stop)
 
     def step_of(self, worker: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Step of the rank at which a worker's samples are delivered, int64 like ``samples``; -1 stays -1."""
@@ -162,7 +162,9 @@ class RankPlan:
         filled = np.zeros((count, size), dtype=np.bool_)
         grids = {name: np.zeros((count, size), dtype=np.int64) for name in ("entry", "unit", "frame", "cycle")}
         if real < count and self._full:
-            _fill(grids, slice(max(real, 0), count), self._filler)
+            owner[max(real, 0) :], filler = self._filler
+            for name, grid in grids.items():
+                grid[max(real, 0) :] = getattr(filler, name)
         present: list[int] = np.unique(workers).tolist()
         for worker in present:
             rows = np.flatnonzero(workers == worker)
@@ -185,16 +187,19 @@ class RankPlan:
         return table if self._full else table.take(shown)
 
     @cached_property
-    def _filler(self) -> Span:
-        """The sample that fills batches beyond the rank's own: its last one, or the plan's first frame."""
+    def _filler(self) -> tuple[int, Span]:
+        """The worker and the sample that fill batches beyond the rank's own: its last sample, or else some first frame."""
         if self.turns.total:
             worker, number = self.turns.worker_at(self.turns.total - 1)
             order = self.orders[worker]
             last = min((number + 1) * self._size, len(order))
-            return order.span(last - 1, last)
+            sample = order.span(last - 1, last)
+            if not self._segment.damaged(sample.unit).any():
+                return worker, sample
         units = self.units
-        unit = np.flatnonzero(units.hi > units.lo)[:1]
-        return Span(np.full(1, -1), unit, units.lo[unit], np.zeros(1, dtype=np.int64))
+        usable = np.flatnonzero(units.hi > units.lo)
+        unit = usable[np.argsort(self._segment.damaged(usable), kind="stable")[:1]]
+        return 0, Span(np.full(1, -1), unit, units.lo[unit], np.zeros(1, dtype=np.int64))
 
     def pool_state(self, worker: int, step: int) -> bytes | None:
         """State of a worker's coverage pool after ``step`` batches of the rank, at most 32 KiB.
@@ -214,8 +219,3 @@ class RankPlan:
         if not isinstance(order, PoolOrder):
             raise CursorError(f"worker {worker} of rank {self.rank} has no coverage pool to restore (strategy or skipped episodes)")
         order.load_state(state)
-
-
-def _fill(grids: dict[str, NDArray[np.int64]], rows: slice, filler: Span) -> None:
-    for name, grid in grids.items():
-        grid[rows] = getattr(filler, name)[0]

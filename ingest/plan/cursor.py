@@ -17,6 +17,8 @@ from ingest.plan.units import Units
 
 VERSION = 1
 MAX_CURSOR_CHARACTERS = 1 << 20
+MAX_SEGMENTS = 1000
+_MAX_NUMBER = 1 << 38
 EVERY_EPOCH = -1
 """Segment number of an episode that was skipped in an earlier epoch and is left out from the start."""
 
@@ -219,6 +221,8 @@ class Cursor:
             value is None or isinstance(value, str | int) for value in cast("dict[str, object]", fingerprint).values()
         ):
             raise CursorError("cursor.fingerprint must be an object of plain values")
+        if len(_list("segments", document["segments"])) > MAX_SEGMENTS:
+            raise CursorError(f"a cursor has at most {MAX_SEGMENTS} segments, found {len(document['segments'])}")
         segments = tuple(_segment(number, one) for number, one in enumerate(_list("segments", document["segments"])))
         ranges = tuple(_skipped(one, len(segments)) for one in _list("skipped", document.get("skipped", [])))
         _require("epoch", document["epoch"])
@@ -239,7 +243,7 @@ def _merged(ranges: Sequence[SkippedRange]) -> tuple[SkippedRange, ...]:
 
 def _require(name: str, value: Any) -> None:
     try:
-        require_int(name, value, least=0, most=1 << 62)
+        require_int(name, value, least=0, most=_MAX_NUMBER)
     except SettingsError as error:
         raise CursorError(f"cursor: {error}") from None
 

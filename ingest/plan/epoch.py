@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ingest.errors import CursorError, PlanError
 from ingest.plan.batches import RankPlan, RankTable
-from ingest.plan.cursor import Cursor, plan_fingerprint
+from ingest.plan.cursor import Cursor, Fingerprint, plan_fingerprint
 from ingest.plan.mixture import mixture_pieces
 from ingest.plan.pieces import Pieces
 from ingest.plan.segment import SegmentPlan
@@ -64,6 +64,11 @@ class EpochPlan:
     def epoch(self) -> int:
         """Epoch number."""
         return self.cursor.epoch
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What decides the order beside the topology; see ``plan_fingerprint``."""
+        return self.cursor.fingerprint
 
     @property
     def world_size(self) -> int:
@@ -159,8 +164,7 @@ def plan_epoch(units: Units, settings: PlanSettings, cursor: Cursor | None = Non
         raise PlanError(f"no frames to deliver: {len(units)} units selected, all of them empty or skipped")
     segment = None
     for number, one in enumerate(cursor.segments):
-        skips = [skip for skip in cursor.skipped if skip.segment == number]
-        segment = SegmentPlan(settings, one.topology, epoch=cursor.epoch, number=number, pieces=pieces, skips=skips)
+        segment = SegmentPlan(settings, one.topology, epoch=cursor.epoch, number=number, pieces=pieces, skipped=cursor.skipped)
         if number + 1 < len(cursor.segments):
             pieces = segment.leftover(one.batches)
     assert segment is not None

@@ -12,6 +12,8 @@ wait for L whole episodes, and lanes change their episode at different times.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -122,7 +124,11 @@ class LaneOrder(Order):
         first = self._begin[entries] - self._lane_start[self._lane[entries]]
         return first, first + self.pieces.count[entries] - 1
 
-    def admission(self) -> Admission:
+    def _admission(self, start: int, stop: int) -> Admission:
+        return self._uses.within(start, stop)
+
+    @cached_property
+    def _uses(self) -> Admission:
         """The pieces by first use; first in, first out."""
         begin, end = self._turns_of(np.arange(len(self.pieces)))
         if self._rounds == 1:

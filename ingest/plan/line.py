@@ -39,10 +39,10 @@ class LineOrder(Order):
         frame = self.pieces.frames(entry, place - self._begin[entry], None)
         return Span(entry, self.pieces.unit[entry], frame, self.pieces.copy[entry])
 
-    def admission(self) -> Admission:
-        """The pieces as they stand in the line."""
+    def _admission(self, start: int, stop: int) -> Admission:
         entry = np.arange(len(self.pieces))
-        return Admission(entry, self.pieces.unit, self.pieces.count, self.pieces.bytes, self._begin - 1, self._begin, self._end - 1)
+        admission = Admission(entry, self.pieces.unit, self.pieces.count, self.pieces.bytes, self._begin - 1, self._begin, self._end - 1)
+        return admission.within(start, stop)
 
     def leftover(self, samples: int) -> Pieces:
         """The rest of the piece that is open, and all later ones; begun frame ranges become shorter ranges."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from ingest.plan.order import Admission, Order, Span
 from ingest.plan.pieces import Pieces
 from ingest.plan.turns import UNLIMITED
@@ -13,7 +15,7 @@ from ingest.plan.turns import UNLIMITED
 class LoopOrder(Order):
     """The orders of consecutive epochs, one after another, without end.
 
-    ``admission`` and ``extent`` describe the first epoch; ``cycle`` gives the order of any of them.
+    Entries of spans and admissions are rows of the pieces of ``cycle``, the order of one epoch.
 
     Args:
         make: the consumer's order for an epoch number; all have the same length.
@@ -52,9 +54,15 @@ class LoopOrder(Order):
             start += size
         return Span.join(parts)
 
-    def admission(self) -> Admission:
-        """The admission of the first epoch."""
-        return self.cycle(0).admission()
+    def _admission(self, start: int, stop: int) -> Admission:
+        parts: list[Admission] = []
+        for number in range(start // self._length, -(-stop // self._length)):
+            shift = number * self._length
+            own = self.cycle(number).admission(max(start - shift, 0), min(stop - shift, self._length))
+            parts.append(replace(own, admitted=own.admitted + shift, first=own.first + shift, last=own.last + shift))
+        if not parts:
+            return self.cycle(0).admission(0, 0)
+        return Admission(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Admission.__slots__})
 
     def leftover(self, samples: int) -> Pieces:
         """What is left of the epoch that sample ``samples`` belongs to."""

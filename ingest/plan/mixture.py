@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,7 +206,11 @@ class MixtureOrder(Order):
         done = self._locals(min(max(samples, 0), self._total)).tolist()
         return Pieces.concatenate(self.pieces.units, [order.leftover(n) for order, n in zip(self._orders, done, strict=True)])
 
-    def admission(self) -> Admission:
+    def _admission(self, start: int, stop: int) -> Admission:
+        return self._uses.within(start, stop)
+
+    @cached_property
+    def _uses(self) -> Admission:
         """The admissions of all datasets, merged; uses are known to the block, and rounded outwards."""
         parts: list[Admission] = []
         for place, order in enumerate(self._orders):
@@ -216,7 +221,7 @@ class MixtureOrder(Order):
         names = Admission.__slots__
         joined = Admission(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
         order = np.lexsort((joined.entry, joined.first))
-        return Admission(**{name: getattr(joined, name)[order] for name in names})
+        return joined.take(order)
 
     def _rank(self, place: int, local: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples due before a dataset's own sample numbers, to within one."""

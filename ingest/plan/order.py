@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,14 @@ class Admission:
     def __len__(self) -> int:
         return len(self.unit)
 
+    def take(self, rows: NDArray[Any]) -> Admission:
+        """The given rows (indices or a mask)."""
+        return Admission(**{name: getattr(self, name)[rows] for name in self.__slots__})
+
+    def within(self, start: int, stop: int) -> Admission:
+        """The pieces that samples ``start..stop`` may use."""
+        return self.take((self.last >= start) & (self.first < stop))
+
     def peak_bytes(self) -> int:
         """Most bytes reserved at one time when every piece is held from its admission to its last use."""
         return self._peak(self.bytes)
@@ -119,8 +128,8 @@ class Order(ABC):
         """Samples ``start..stop``, ``0 <= start < stop <= len(self)``."""
 
     @abstractmethod
-    def admission(self) -> Admission:
-        """The pieces in the order in which a reader must fetch them."""
+    def _admission(self, start: int, stop: int) -> Admission:
+        """The pieces that samples ``start..stop`` use, ``0 <= start <= stop <= len(self)``."""
 
     @abstractmethod
     def leftover(self, samples: int) -> Pieces:
@@ -136,6 +145,26 @@ class Order(ABC):
             raise PlanError(f"sample numbers begin at 0, found {start}")
         stop = min(stop, len(self))
         return self._span(start, stop) if start < stop else Span.join([])
+
+    def admission(self, start: int = 0, stop: int | None = None) -> Admission:
+        """The pieces that a range of samples uses, in the order in which a reader must fetch them.
+
+        A pool order runs its planner from ``start`` to ``stop``, so that consecutive ranges cost the same as one long
+        one. What lies outside the range it does not know: residents at ``start`` count as admitted just before it, a
+        piece that the range does not use as first used at ``stop``, and one that outlives it as last used at the end.
+
+        Args:
+            start: first sample.
+            stop: end (exclusive); default the length of the order, or of the first epoch of one without end.
+        """
+        end = self.epoch_length if stop is None else min(stop, len(self))
+        start = max(start, 0)
+        return self._admission(start, max(start, end))
+
+    @property
+    def epoch_length(self) -> int:
+        """Samples of one epoch."""
+        return len(self)
 
     def at(self, sample: int) -> tuple[int, int]:
         """Unit number and frame of one sample.

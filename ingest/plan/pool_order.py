@@ -38,6 +38,8 @@ class PoolOrder(Order):
         self._pool: CoveragePool | None = None
         # Reading runs ahead of what is committed, so states are taken from a second planner that follows behind.
         self._trailing: CoveragePool | None = None
+        # Admissions are found by a third one that runs ahead of reading.
+        self._scout: CoveragePool | None = None
         self._stored: bytes | None = None
 
     def __len__(self) -> int:
@@ -75,19 +77,21 @@ class PoolOrder(Order):
         frame = self.pieces.frames(entry, offset, None)
         return Span(entry, self.pieces.unit[entry], frame, self.pieces.copy[entry])
 
-    def admission(self) -> Admission:
-        """The pieces in the order in which the pool admits them, found by running the whole epoch once."""
-        pool = self._new_pool()
-        size = len(self._counts)
-        first, last = np.full(size, self._total, dtype=np.int64), np.full(size, -1, dtype=np.int64)
-        while pool.emitted < self._total:
+    def _admission(self, start: int, stop: int) -> Admission:
+        pool = self._scout = self._advanced(self._scout, start)
+        known = pool.resident
+        earlier = len(pool.admitted)
+        size, end = len(self._counts), len(self) - 1
+        first, last = np.full(size, stop, dtype=np.int64), np.full(size, end, dtype=np.int64)
+        while pool.emitted < stop:
             before = pool.emitted
-            entry, _ = pool.take(CHUNK)
+            entry, _ = pool.take(min(CHUNK, stop - before))
             seen, index = np.unique(entry, return_index=True)
             first[seen] = np.minimum(first[seen], before + index)
             last[entry] = np.arange(before, before + len(entry))
-        admitted = np.array(pool.admitted_at, dtype=np.int64)
-        order = np.array(pool.admitted, dtype=np.int64)
+        last[pool.resident] = end
+        order = np.array(known + pool.admitted[earlier:], dtype=np.int64)
+        admitted = np.array([start - 1] * len(known) + pool.admitted_at[earlier:], dtype=np.int64)
         unit, nbytes = self.pieces.unit[order], self.pieces.bytes[order]
         return Admission(order, unit, self._counts[order], nbytes, admitted, first[order], last[order])
 
@@ -116,4 +120,4 @@ class PoolOrder(Order):
         """
         load_pool(self._new_pool(), state)
         self._stored = state
-        self._pool = self._trailing = None
+        self._pool = self._trailing = self._scout = None

@@ -16,7 +16,7 @@ from ingest.plan.order import Order
 from ingest.plan.pieces import Pieces
 from ingest.plan.settings import PlanSettings, Share, Topology
 from ingest.plan.sharing import Division, divide, divide_mixture, make_order
-from ingest.plan.skipping import SkippingOrder, without_skipped
+from ingest.plan.skipping import SkippingOrder, covers, without_skipped
 from ingest.plan.turns import UNLIMITED, Turns
 
 
@@ -29,7 +29,7 @@ class SegmentPlan:
         epoch: epoch number.
         number: number of the segment inside the epoch.
         pieces: what the segment has to deliver.
-        skips: episodes skipped in the course of this segment, by step.
+        skipped: all episodes that the cursor knows to be skipped.
 
     Raises:
         PlanError: when a rank or worker would own nothing at the start of an epoch.
@@ -44,14 +44,15 @@ class SegmentPlan:
         epoch: int,
         number: int,
         pieces: Pieces,
-        skips: Sequence[SkippedRange] = (),
+        skipped: Sequence[SkippedRange] = (),
     ) -> None:
         self.settings: PlanSettings = settings
         self.topology: Topology = topology
         self.epoch: int = epoch
         self.number: int = number
         self.pieces: Pieces = pieces.sorted_by_episode()
-        self.skips: tuple[SkippedRange, ...] = tuple(sorted(skips, key=lambda one: one.step))
+        self._skipped = tuple(skipped)
+        self.skips: tuple[SkippedRange, ...] = tuple(sorted((one for one in skipped if one.segment == number), key=lambda one: one.step))
         # Leftovers are cut rather than refused: a change of topology must never end a run.
         self._may_cut = number > 0 or settings.share == "frame_exact" or settings.weights is not None
         world, workers = topology.world_size, topology.consumers
@@ -115,6 +116,14 @@ class SegmentPlan:
             below = workers if self._may_cut else 0
             self._divisions[rank] = self._divide(pieces, workers, share, below)
         return self._divisions[rank]
+
+    def damaged(self, unit: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of some units belong to an episode that was skipped at any time, bool like ``unit``."""
+        dataset, episode = self.pieces.units.dataset[unit], self.pieces.units.episode[unit]
+        found = np.zeros(len(unit), dtype=np.bool_)
+        for one in self._skipped:
+            found |= covers(one, dataset, episode)
+        return found
 
     def worker_frames(self, rank: int) -> NDArray[np.int64]:
         """Frames of each worker of a rank, int64[N], before anything is skipped."""

@@ -35,9 +35,10 @@ class Topology:
     batch_size: int = 1
 
     def __post_init__(self) -> None:
-        require_int("world_size", self.world_size, least=1)
-        require_int("workers", self.workers, least=0)
-        require_int("batch_size", self.batch_size, least=1)
+        # Cursors carry these numbers between machines, so they are bounded before anything is allocated by them.
+        require_int("world_size", self.world_size, least=1, most=1 << 20)
+        require_int("workers", self.workers, least=0, most=1 << 12)
+        require_int("batch_size", self.batch_size, least=1, most=1 << 24)
 
     @property
     def consumers(self) -> int:
@@ -141,7 +142,8 @@ def require_int(name: str, value: Any, *, least: int, most: int | None = None) -
     Raises:
         SettingsError: naming the field and the value.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         wanted = {0: "non-negative", 1: "positive"}.get(least, f"at least {least}")
-        upper = "" if most is None else f" and at most {most}"
-        raise SettingsError(f"{name} must be {wanted}{upper} and whole, found {value!r}")
+        raise SettingsError(f"{name} must be {wanted} and whole, found {value!r}")
+    if most is not None and value > most:
+        raise SettingsError(f"{name} must be at most {most}, found {value!r}")

@@ -12,17 +12,16 @@ from ingest.plan.order import CHUNK, Admission, Order, Span
 from ingest.plan.pieces import Pieces
 
 
-def matches(pieces: Pieces, skip: SkippedRange) -> NDArray[np.bool_]:
-    """Which pieces belong to the skipped episodes, bool[P]."""
-    episode = pieces.episode
-    return (pieces.dataset == skip.dataset) & (episode >= skip.first) & (episode <= skip.last)
+def covers(skip: SkippedRange, dataset: NDArray[np.int32], episode: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of some episodes are among the skipped ones, bool like ``episode``."""
+    return (dataset == skip.dataset) & (episode >= skip.first) & (episode <= skip.last)
 
 
 def without_skipped(pieces: Pieces, skips: Sequence[SkippedRange]) -> Pieces:
     """The pieces that belong to none of the skipped episodes."""
     gone = np.zeros(len(pieces), dtype=np.bool_)
     for skip in skips:
-        gone |= matches(pieces, skip)
+        gone |= covers(skip, pieces.dataset, pieces.episode)
     return pieces.take(~gone) if gone.any() else pieces
 
 
@@ -55,7 +54,7 @@ class SkippingOrder(Order):
     @classmethod
     def without(cls, order: Order, skip: SkippedRange, begin: int) -> Order:
         """The order without the samples of the skipped episodes from sample ``begin`` on."""
-        gone = matches(order.pieces, skip)
+        gone = covers(skip, order.pieces.dataset, order.pieces.episode)
         first, last = order.extent(np.flatnonzero(gone))
         removed: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
         entries: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
@@ -81,9 +80,8 @@ class SkippingOrder(Order):
         first = int(numbers[0])
         return self._inner.span(first, int(numbers[-1]) + 1).take(numbers - first)
 
-    def admission(self) -> Admission:
-        """The inner admission on the filtered numbers; a piece that has no sample left is not fetched."""
-        inner = self._inner.admission()
+    def _admission(self, start: int, stop: int) -> Admission:
+        inner = self._inner.admission(self._inner_count(start + 1) - 1 if start < len(self) else len(self._inner), self._inner_count(stop))
         frames = inner.frames - np.bincount(self._entries, minlength=len(self.pieces))[inner.entry]
         shortened = frames < inner.frames
         last = np.where(shortened, np.minimum(inner.last, self._begin - 1), inner.last)

@@ -15,7 +15,7 @@ from ingest.plan.cursor import EVERY_EPOCH
 
 FINGERPRINT = plan_fingerprint(trial_units(), PlanSettings(byte_budget=8 << 30))
 
-numbers = st.integers(0, 10**9)
+numbers = st.integers(0, 4000)
 cursors = st.builds(
     lambda epoch, segments, skipped: Cursor(
         FINGERPRINT,
@@ -135,6 +135,8 @@ GOOD = json.loads(Cursor(FINGERPRINT).resume(world_size=2).advance(3).skip(0, 1,
         ({"epoch": -1}, "epoch must be non-negative"),
         ({"epoch": "1"}, "epoch must be non-negative .* found '1'"),
         ({"epoch": 1 << 70}, "at most"),
+        ({"segments": [{}] * 1001}, "at most 1000 segments, found 1001"),
+        ({"segments": [{"world_size": 1 << 40, "workers": 0, "batch_size": 1, "batches": 1}]}, "world_size must be at most"),
         ({"fingerprint": []}, "fingerprint must be an object"),
         ({"fingerprint": {"seed": [1]}}, "fingerprint must be an object of plain values"),
         ({"segments": {}}, "segments must be a list, found dict"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -106,6 +107,39 @@ def test_admissions_cover_the_uses_of_every_piece(strategy: str, counts: list[in
     assert first_entry <= inside[0]
     assert inside[-1] < last_entry
     assert order.extent(np.zeros(0, dtype=np.int64)) == (0, 0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("looping", [False, True])
+@given(lengths, st.lists(st.integers(0, 40), min_size=1, max_size=5))
+@settings(max_examples=15)
+def test_admissions_of_ranges_name_what_the_ranges_use(strategy: str, looping: bool, counts: list[int], widths: list[int]) -> None:
+    units = Units.from_lengths(counts)
+
+    def fresh() -> Order:
+        make = partial(order_of, units, strategy, pool_size=3, lanes=3)
+        return LoopOrder(lambda epoch: make(epoch=epoch), 0) if looping else make()
+
+    order, reader = fresh(), fresh()
+    end = 3 * sum(counts) if looping else sum(counts)
+    start = 0
+    for width in widths:
+        stop = min(start + width, end)
+        admission = order.admission(start, stop)
+        span = reader.span(start, stop)
+        assert (admission.admitted < admission.first).all()
+        for place, (unit, sample) in enumerate(zip(span.unit.tolist(), range(start, stop), strict=True)):
+            serving = (admission.unit == unit) & (admission.first <= sample) & (admission.last >= sample)
+            assert serving.any()
+            if not looping:
+                assert span.entry[place] in admission.entry[serving]
+        start = stop
+    if not looping and strategy in ("remaining", "round_robin"):
+        middle = sum(counts) // 2
+        whole, again = fresh().admission(), fresh()
+        early, late = again.admission(0, middle), again.admission(middle)
+        new = [entry for entry in late.entry.tolist() if entry not in early.entry.tolist()]
+        assert early.entry.tolist() + new == whole.entry.tolist()
 
 
 def test_pool_orders_follow_the_budget_of_the_planner() -> None:
