@@ -18,6 +18,7 @@ from ingest.video.tracks import SampleArrays, TrackHeader, expand_samples, first
 
 _PROBED_SAMPLES = 8
 _SCAN_BYTES = 32 << 20
+_SCAN_SAMPLES = 100_000
 _MAX_DURATION_TICKS = (1 << 62) - 1
 
 
@@ -130,7 +131,7 @@ def _verified_starts(peek: _Peek, arrays: SampleArrays, sync: NDArray[np.int64],
     if len(sync) == count and not _contradicted(peek, arrays, entries):
         return sync
     first = int(arrays.offsets.min())
-    if int((arrays.offsets + arrays.sizes).max()) - first > _SCAN_BYTES:
+    if count > _SCAN_SAMPLES or int((arrays.offsets + arrays.sizes).max()) - first > _SCAN_BYTES:
         return np.zeros(1, np.int64)  # decoding from the first sample is always right, and reading it all costs too much
     heads = [
         peek.at(offset, offset + size)

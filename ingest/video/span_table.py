@@ -93,8 +93,10 @@ def _reordered_window(
     a = np.searchsorted(ascending, start, side="left")
     b = np.searchsorted(ascending, end, side="right") - 1
     right = np.clip(np.searchsorted(ascending, first), 0, len(pts) - 1)
-    left = np.maximum(right - 1, 0)
-    nearest = np.where(np.abs(ascending[left] - first) <= np.abs(ascending[right] - first), left, right)
+    # Of samples equally near, the first in decode order; those with equal times are next to each other in that order.
+    left = np.searchsorted(ascending, ascending[np.maximum(right - 1, 0)], side="left")
+    before, after = np.abs(ascending[left] - first), np.abs(ascending[right] - first)
+    nearest = np.where((before < after) | ((before == after) & (order[left] < order[right])), left, right)
     a, b = np.where(b < a, nearest, a), np.where(b < a, nearest, b)
     return reduce_runs(np.minimum, order, a, b), reduce_runs(np.maximum, order, a, b), ascending[a]
 

@@ -143,4 +143,5 @@ def gop_starts(table: SampleTable) -> NDArray[np.int64]:
     if not table.pictures:
         return np.zeros(0, np.int64)
     keys = np.searchsorted(_pts(table, table.presented), _pts(table, table.starts), side="left")
-    return np.unique(np.concatenate([[0], keys[keys < table.pictures]])).astype(np.int64)
+    ascending = np.sort(np.concatenate([np.zeros(1, np.int64), keys[keys < table.pictures]]))
+    return ascending[np.concatenate([[True], ascending[1:] != ascending[:-1]])]

@@ -13,8 +13,8 @@ _T = TypeVar("_T", bound=np.generic)
 Ints = NDArray[np.integer[Any]]
 """Integer array; mapped indexes store the smallest exact type, so consumers must not assume int64."""
 
-MAX_SAMPLES = 1 << 22
-"""Most samples accepted in one file (38 hours at 30 pictures/s): bounds memory before anything is allocated."""
+MAX_SAMPLES = 1 << 21
+"""Most samples accepted in one file (19 hours at 30 pictures/s): bounds memory before anything is allocated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,10 +258,11 @@ def _runs(moov: bytes, table: dict[bytes, Box], kind: bytes, count: int, value: 
     covered = int(lengths.sum())
     if covered != count:
         raise fail(path, f"{name} covers {covered} samples, the size table has {count}")
-    values = runs["value"].astype(np.int64)
-    if len(np.unique(values[lengths > 0])) == 1:
-        return constant(int(values[lengths > 0][0]), count)
-    return np.repeat(values, lengths)
+    used = lengths > 0
+    values = runs["value"][used].astype(np.int64)
+    if bool(np.all(values == values[0])):
+        return constant(int(values[0]), count)
+    return np.repeat(values, lengths[used])
 
 
 def _sync(moov: bytes, table: dict[bytes, Box], count: int, path: str) -> NDArray[np.int64] | None:

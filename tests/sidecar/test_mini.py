@@ -35,9 +35,7 @@ def reference_span(table: SampleTable, start_s: float, end_s: float) -> tuple[in
     pts = table.sample_pts.tolist()
     reordered = bool(np.any(table.composition))
     if reordered:
-        inside = [n for n, t in enumerate(pts) if start <= t <= end] or [
-            min(range(len(pts)), key=lambda n: (abs(pts[n] - start_s), pts[n]))
-        ]
+        inside = [n for n, t in enumerate(pts) if start <= t <= end] or [min(range(len(pts)), key=lambda n: (abs(pts[n] - start_s), n))]
         low, high, earliest = min(inside), max(inside), min(pts[n] for n in inside)
     else:
         low = min(next((n for n, t in enumerate(pts) if t >= start), len(pts) - 1), len(pts) - 1)
