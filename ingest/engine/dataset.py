@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, Transform
+from ingest.engine.checks import check_selection, first_of
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.fetch import UnitReader, UnitRequest
@@ -20,8 +21,7 @@ from ingest.engine.pictures import PictureForm, decode_run, groups, located
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units
-from ingest.errors import DamagedDataError, RowsError, SelectionError, SettingsError
-from ingest.lerobot.relocate import verify_data_files
+from ingest.errors import DamagedDataError, SelectionError, SettingsError
 from ingest.lerobot.rows import RowReader
 from ingest.lerobot.selection import select_episodes
 from ingest.lerobot.source import Source, open_source
@@ -336,16 +336,14 @@ def open_dataset(
     spec = SampleSpec.resolve(opened.info, options or ReadOptions(**read_options))
     selection = select_episodes(opened, episodes, exclude_episodes)
     index = index or ProbingIndex(store)
-    problems: list[RowsError] | None = None if damage == "error" else []
-    verified = verify_data_files(opened, selection, problems=problems)
-    for warning in verified.warnings[len(opened.warnings) :]:
+    repairs = len(opened.warnings)
+    opened, damaged = check_selection(opened, index, spec, selection)
+    for warning in opened.warnings[repairs:]:
         _LOG.warning("%s: %s", store.url, warning)
-    opened = verified
+    if damaged and damage == "error":
+        raise first_of(damaged)
     report = DamageReport()
-    damaged = {episode: error for error in problems or () for episode in error.episodes} | damaged_videos(opened, index, spec, selection)
-    for episode, error in sorted(damaged.items()):
-        if damage == "error":
-            raise error
+    for episode, error in damaged.items():
         frames = int(opened.episodes.length[opened.episodes.row(episode)])
         report.add(error, dataset=0, episode=episode, step=0, frames=frames)
         _LOG.warning("episode %d (%d frames) is dropped: %s", episode, frames, error)

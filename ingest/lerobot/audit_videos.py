@@ -132,34 +132,20 @@ class VideoAudit:
 
     def _times(self, camera: CameraMap, file: int, table: SampleTable) -> None:
         """Picture times against ``from_timestamp + frame / fps``, and the file's rate against the dataset's."""
-        path, info, episodes = camera.paths[file], self.source.info, self.source.episodes
+        path, info = camera.paths[file], self.source.info
         seconds = picture_times(table)
-        rows = camera.rows_of(file)
-        lengths = episodes.length[rows]
-        starts = np.repeat(episodes.cameras[camera.camera].from_timestamp[rows], lengths)
-        frames = np.arange(len(starts)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        deviation = np.abs(seconds - (starts + frames / info.fps))
-        over = np.flatnonzero(~(deviation <= self.tolerance_s + 1e-9))
-        if over.size:
-            worst = int(np.argmax(deviation))
-            owner = int(episodes.episode_index[rows[int(np.searchsorted(np.cumsum(lengths), worst, side="right"))]])
-            first = int(episodes.episode_index[rows[int(np.searchsorted(np.cumsum(lengths), int(over[0]), side="right"))]])
+        drift = find_drift(self.source, camera, file, table, self.tolerance_s)
+        if drift is not None:
             self.findings.add(
                 Finding(
                     code="time_drift",
                     severity=self.time_severity,
-                    message=(
-                        f"{path}: {camera.camera}: {len(over)} of {len(seconds)} picture times differ from "
-                        f"from_timestamp + frame_index / fps by more than {self.tolerance_s:g} s, from episode {first} on; "
-                        f"most at episode {owner}, frame {int(frames[worst])}: "
-                        f"{seconds[worst]:.6g} s, expected {starts[worst] + frames[worst] / info.fps:.6g} s ({deviation[worst]:.4g} s, "
-                        f"{deviation[worst] * info.fps:.2f} frames). Pictures belong to rows by position, so reading is exact"
-                    ),
+                    message=drift.message,
                     file=path,
-                    episode=owner,
+                    episode=drift.worst_episode,
                     column=f"videos/{camera.camera}/from_timestamp",
-                    found=f"{seconds[worst]:.6g}",
-                    expected=f"{starts[worst] + frames[worst] / info.fps:.6g}",
+                    found=drift.found,
+                    expected=drift.expected,
                 )
             )
         self._spans(camera, file)
@@ -238,3 +224,62 @@ class VideoAudit:
 def picture_times(table: SampleTable) -> NDArray[np.float64]:
     """float64[P] seconds at which the file shows its pictures, after edit lists."""
     return np.asarray(table.sample_pts, dtype=np.float64)[np.asarray(table.presented, dtype=np.int64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Pictures of one file whose times are not where their rows say.
+
+    Attributes:
+        path: the file.
+        episodes: int64[D], episodes with such pictures, by position in the file.
+        worst_episode: the one with the largest deviation.
+        found: its time in seconds, as text.
+        expected: the time of its row in seconds, as text.
+        message: a whole sentence about all of them.
+    """
+
+    path: str
+    episodes: NDArray[np.int64]
+    worst_episode: int
+    found: str
+    expected: str
+    message: str
+
+
+def find_drift(source: Source, camera: CameraMap, file: int, table: SampleTable, tolerance_s: float) -> Drift | None:
+    """Compares picture times with ``from_timestamp + frame / fps``.
+
+    Args:
+        source: the dataset.
+        camera: the camera's map.
+        file: number in ``camera.paths``; the file holds as many pictures as rows map to it.
+        table: of the file.
+        tolerance_s: most that a time may deviate, included.
+
+    Returns:
+        What deviates, or None.
+    """
+    path, fps, episodes = camera.paths[file], source.info.fps, source.episodes
+    seconds = picture_times(table)
+    rows = camera.rows_of(file)
+    lengths = episodes.length[rows]
+    owner = np.repeat(episodes.episode_index[rows], lengths)
+    starts = np.repeat(episodes.cameras[camera.camera].from_timestamp[rows], lengths)
+    frames = np.arange(len(starts)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    wanted = starts + frames / fps
+    deviation = np.abs(seconds - wanted)
+    over = np.flatnonzero(~(deviation <= tolerance_s + 1e-9))
+    if not over.size:
+        return None
+    worst = int(np.argmax(deviation))
+    late = owner[over]
+    named = late[np.sort(np.unique(late, return_index=True)[1])]
+    message = (
+        f"{path}: {camera.camera}: {len(over)} of {len(seconds)} picture times differ from "
+        f"from_timestamp + frame_index / fps by more than {tolerance_s:g} s, from episode {int(named[0])} on; "
+        f"most at episode {int(owner[worst])}, frame {int(frames[worst])}: "
+        f"{seconds[worst]:.6g} s, expected {wanted[worst]:.6g} s ({deviation[worst]:.4g} s, "
+        f"{deviation[worst] * fps:.2f} frames). Pictures belong to rows by position, so reading is exact"
+    )
+    return Drift(path, named, int(owner[worst]), f"{seconds[worst]:.6g}", f"{wanted[worst]:.6g}", message)
