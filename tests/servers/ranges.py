@@ -182,7 +182,7 @@ class WebServer:
             reply = Reply(200, {"content-type": "text/html; charset=utf-8"}, b"<!doctype html><title>please log in</title>")
         else:
             reply = self.answer(request)
-            reply = _damaged(reply, fault)
+            reply = _damaged(reply, fault) if request.method != "HEAD" else reply
         request.status = reply.status
         self._send(handler, request, reply, request.fault)
 

@@ -6,17 +6,25 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 from servers.hub import HubEmulator
-from servers.ranges import RangeServer
+from servers.ranges import Fault, RangeServer
 from servers.s3 import S3Server, find_moto
 
 from ingest.engine.dataset import iter_samples, open_dataset
-from ingest.errors import ObjectNotFoundError, ShortReadError, UnsafeInputError
+from ingest.errors import (
+    AccessDeniedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+    TransientStorageError,
+    UnsafeInputError,
+)
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.storage.base import Store
 from ingest.storage.locations import parse_location
@@ -142,3 +150,61 @@ def test_errors_are_those_of_the_local_directory(opener: Opener, made: Path) -> 
     size = store.size("meta/info.json")
     with pytest.raises(ShortReadError):
         store.read_ranges("meta/info.json", [(0, size + 1)])
+
+
+def _faulty_epoch(server: RangeServer, expected: list[str], plan: dict[int, str], policy: RetryPolicy) -> int:
+    """One epoch with faults at some request numbers; how many were injected."""
+    server.forget()
+    server.fault = lambda request: Fault(plan[request.number]) if request.number in plan else None
+    assert _digests(open_store(parse_location(f"{server.url}/a/set"), policy=policy)) == expected
+    return sum(bool(request.fault) for request in server.requests)
+
+
+def test_an_epoch_through_faults_delivers_the_same_samples_in_the_same_order(made: Path, fast: RetryPolicy) -> None:
+    files = {f"a/set/{path.relative_to(made).as_posix()}": path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    expected = _digests(open_store(made))
+    kinds = ("reset", "cut", "short", "wrong_range", "status")
+    with RangeServer(files) as server:
+        assert _faulty_epoch(server, expected, {}, fast) == 0
+        total = len(server.requests)
+        for number in range(1, total + 1):
+            _faulty_epoch(server, expected, {number: kinds[number % len(kinds)]}, fast)
+        random = Random(11)
+        injected = 0
+        while injected < 100:
+            plan = {number: random.choice(kinds) for number in random.sample(range(1, total + 10), 10)}
+            injected += _faulty_epoch(server, expected, plan, fast)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault("status", 403), AccessDeniedError),
+        (Fault("status", 503), TransientStorageError),
+        (Fault("cut"), TransientStorageError),
+        (Fault("wrong_range"), ShortReadError),
+    ],
+)
+def test_an_epoch_that_cannot_be_completed_ends_with_the_right_error(
+    made: Path, fast: RetryPolicy, fault: Fault, error: type[StorageError]
+) -> None:
+    files = {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    with RangeServer(files) as server:
+        dataset = open_dataset(open_store(parse_location(server.url), policy=fast), return_uint8=True)
+        samples = iter_samples(dataset)
+        next(samples)
+        server.fault = lambda _: fault
+        with pytest.raises(error, match=r"videos/|data/"):
+            for _ in samples:
+                pass
+
+
+def test_no_video_byte_is_read_beyond_the_admitted_spans(made: Path, fast: RetryPolicy) -> None:
+    files = {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    with RangeServer(files) as server:
+        dataset = open_dataset(open_store(parse_location(server.url), policy=fast), episodes=[1], return_uint8=True)
+        server.forget()
+        assert sum(1 for _ in iter_samples(dataset)) == dataset.num_frames
+        sent = sum(request.sent_bytes for request in server.requests if request.path.endswith(".mp4"))
+        needed = dataset.counters.totals()["reelray_payload_bytes_needed"]
+        assert needed <= sent <= 1.02 * needed

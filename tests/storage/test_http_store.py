@@ -136,8 +136,8 @@ def test_a_server_that_is_not_there_is_a_typed_error(fast: RetryPolicy) -> None:
 
 def test_a_crawling_transfer_is_given_up(monkeypatch: pytest.MonkeyPatch, fast: RetryPolicy) -> None:
     monkeypatch.setattr("ingest.storage.http._SLOWEST_BYTES_PER_S", 10**9)
-    with RangeServer({"v": BODY}, bytes_per_s=200_000.0) as slow, pytest.raises(TransientStorageError, match="crawls"):
-        open_store(parse_location(slow.url), policy=replace(fast, attempts=2, timeout_s=0.1)).read_ranges("v", [(0, 90_000)])
+    with RangeServer({"v": BODY}, bytes_per_s=40_000.0) as slow, pytest.raises(TransientStorageError, match="crawls"):
+        open_store(parse_location(slow.url), policy=replace(fast, attempts=1, timeout_s=0.8)).read_ranges("v", [(0, 90_000)])
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
