@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import ray
 import ray.train
 from ray.exceptions import RayError
@@ -20,8 +21,9 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from actors.manager import PoolSettings, start_manager
+from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
-from ingest.errors import CursorError, ReelrayError
+from ingest.errors import CursorError, DamagedDataError, ReelrayError
 from ingest.plan import Cursor, EpochPlan, plan_epoch
 from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
 from train_integration.ledger import OrderRecord, Rows, start_ledger
@@ -58,32 +60,69 @@ class DeliverySummary:
 def deliver_locally(
     dataset: Dataset, description: StreamDescription, plan: EpochPlan, *, ranks: list[int], max_steps: int | None, digests: bool
 ) -> DeliverySummary:
-    """Delivers ranks one after another with the single-process engine."""
+    """Delivers ranks one after another with the single-process engine.
+
+    Args:
+        dataset: the opened dataset.
+        description: the stream over it; its damage policy holds.
+        plan: the epoch's plan.
+        ranks: ranks to deliver.
+        max_steps: batches per rank, at most.
+        digests: whether order rows carry picture digests.
+
+    Raises:
+        DamagedDataError: an episode is damaged and the policy says to stop.
+    """
     record = OrderRecord()
-    attempt = record.begin(epoch=plan.epoch, segment=len(plan.cursor.segments) - 1, batches=plan.cursor.batches)
+    segment = len(plan.cursor.segments) - 1
+    attempt = record.begin(epoch=plan.epoch, segment=segment, batches=plan.cursor.batches)
+    stop = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
+    damage = DamageReport(list(description.damage.records))
+    skips: list[tuple[int, int, int]] = []
     start = time.perf_counter()
     first: float | None = None
-    segment = len(plan.cursor.segments) - 1
     for rank in ranks:
-        for planned, batch in dataset.iter_batches(plan, rank, max_steps=max_steps):
-            first = time.perf_counter() - start if first is None else first
-            units = plan.units
-            delivery = Delivery(
-                plan.epoch,
-                segment,
-                planned.step,
-                planned.worker,
-                units.dataset[planned.unit],
-                units.episode[planned.unit],
-                planned.frame,
-                planned.position,
-                planned.is_pad,
-            )
-            record.add(attempt, segment, rank, order_rows(delivery, rank, batch, dataset.spec.cameras, digests=digests))
-    reached = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
+        current, reached = plan, plan.cursor.batches
+        while reached < stop:
+            try:
+                for planned, batch in dataset.iter_batches(current, rank, max_steps=stop - reached):
+                    first = time.perf_counter() - start if first is None else first
+                    units = current.units
+                    delivery = Delivery(
+                        current.epoch,
+                        segment,
+                        planned.step,
+                        planned.worker,
+                        units.dataset[planned.unit],
+                        units.episode[planned.unit],
+                        planned.frame,
+                        planned.position,
+                        planned.is_pad,
+                    )
+                    record.add(attempt, segment, rank, order_rows(delivery, rank, batch, dataset.spec.cameras, digests=digests))
+                    reached = planned.step + 1
+                break
+            except DamagedDataError as error:
+                if description.config.damage != "skip_episode" or error.episode is None:
+                    raise
+                frames = _frames_left(current, rank, error.episode, reached)
+                damage.add(error, dataset=0, episode=error.episode, step=reached, frames=frames)
+                skips.append((0, error.episode, reached))
+                cursor = current.cursor.advance(reached - current.cursor.batches).skip(*skips[-1])
+                current = plan_epoch(plan.units, plan.settings, cursor)
+    after = plan.cursor
+    for skip in skips:
+        after = after.skip(*skip)
+    after = after.next_epoch() if stop >= plan.steps else after.advance(stop - plan.cursor.batches)
     seconds = time.perf_counter() - start
-    totals = dataset.counters.totals()
-    return DeliverySummary(record.columns(), plan.cursor_at(reached), totals, seconds, first, 1, description.damage.to_json())
+    return DeliverySummary(record.columns(), after, dataset.counters.totals(), seconds, first, 1, damage.to_json())
+
+
+def _frames_left(plan: EpochPlan, rank: int, episode: int, step: int) -> int:
+    """Frames of an episode that a rank would have delivered from a step on."""
+    ranked = plan.rank(rank)
+    table = ranked.table(step, ranked.steps)
+    return int(np.count_nonzero((plan.units.episode[table.unit] == episode) & ~table.is_pad))
 
 
 def deliver_through_ray(
@@ -189,8 +228,8 @@ def _deliver(config: dict[str, Any]) -> None:
     except RayError:
         raise
     except Exception as error:
-        # Whatever this code raised would come again at every new start; the driver raises it once all ranks have stopped.
-        ray.get(ledger.fail.remote(error))
+        # It would come again at every new start; the driver raises it once all ranks have stopped.
+        ray.get(ledger.fail.remote(number, error))
 
 
 def _deliver_rank(shard: RankShard, cursor: Cursor, ledger: Any, attempt: int, *, digests: bool, step_s: float) -> None:

@@ -139,6 +139,7 @@ class _Ledger:
         self._groups: dict[str, tuple[int, int]] = {}
         self._counts: dict[str, float] = {}
         self._first_batch_s: float | None = None
+        self._attempt = -1
         self._error: Exception | None = None
         self._pids: dict[int, int] = {}
         self._log: list[dict[str, float]] = []
@@ -152,16 +153,20 @@ class _Ledger:
                 _, before = next(reversed(self._groups.values()))
                 done = self._record.committed_batches(epoch, world_size, before)
                 batches = self._record.last_step(epoch, before) if done is None else done
-            attempt = self._record.begin(epoch=epoch, segment=segment, batches=batches)
-            self._groups[group] = (attempt, batches)
+            self._begin(group, epoch, segment, batches)
         attempt, batches = self._groups[group]
         return attempt, batches, list(self._skips)
 
     def begin_group(self, group: str, epoch: int, segment: int, batches: int) -> int:
         """Attempt number of a worker group that goes on from a checkpoint's cursor."""
         if group not in self._groups:
-            self._groups[group] = (self._record.begin(epoch=epoch, segment=segment, batches=batches), batches)
+            self._begin(group, epoch, segment, batches)
         return self._groups[group][0]
+
+    def _begin(self, group: str, epoch: int, segment: int, batches: int) -> None:
+        self._attempt = self._record.begin(epoch=epoch, segment=segment, batches=batches)
+        self._groups[group] = (self._attempt, batches)
+        self._error = None
 
     def started(self, rank: int, pid: int) -> None:
         """Notes the process of a rank."""
@@ -189,9 +194,14 @@ class _Ledger:
         self._record.add(attempt, segment, rank, empty if rows is None else rows, finished_epoch=finished_epoch)
         return self._error is None
 
-    def fail(self, error: Exception) -> None:
-        """Notes an error that a new start would meet again; the first one counts."""
-        self._error = self._error or error
+    def fail(self, attempt: int, error: Exception) -> None:
+        """Notes an error of a rank; the first one of the present attempt counts.
+
+        A worker group that starts anew clears it. New groups start only after a process was lost, and a process that
+        Ray is tearing down beside it may see its memory vanish and report any error on its way out.
+        """
+        if attempt == self._attempt:
+            self._error = self._error or error
 
     def error(self) -> Exception | None:
         """The first such error, if any."""

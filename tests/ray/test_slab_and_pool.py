@@ -1,0 +1,121 @@
+"""Frame slots between processes, and the pool client's retries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.slab import AttachedSlabs, FrameSlab
+from ingest.engine.counters import Counters
+from ingest.errors import PoisonedWorkError, StreamClosedError
+
+WRITE = """
+import pickle, sys
+import numpy as np
+from actors.slab import AttachedSlabs
+handle, slot, value = pickle.loads(bytes.fromhex(sys.argv[1]))
+AttachedSlabs().view(handle, slot, (4, 5, 3), np.uint8)[:] = value
+"""
+
+
+def test_another_process_writes_what_the_owner_reads() -> None:
+    import pickle
+
+    slab = FrameSlab(4 * 5 * 3, 3)
+    slots = slab.reserve(2)
+    for value, slot in enumerate(slots.tolist(), start=7):
+        argument = pickle.dumps((slab.handle, slot, value)).hex()
+        subprocess.run([sys.executable, "-c", WRITE, argument], check=True, cwd=os.getcwd())
+    assert [int(slab.view(slot, (4, 5, 3), np.uint8).max()) for slot in slots.tolist()] == [7, 8]
+    slab.close()
+
+
+def test_a_closed_or_foreign_slab_is_refused() -> None:
+    slab = FrameSlab(64, 2)
+    handle = slab.handle
+    with pytest.raises(StreamClosedError):
+        AttachedSlabs().view(replace(handle, token=b"x" * 16), 0, (64,), np.uint8)
+    slab.close()
+    with pytest.raises(StreamClosedError):
+        AttachedSlabs().view(handle, 0, (64,), np.uint8)
+
+
+def test_lost_slots_are_never_handed_out_again() -> None:
+    slab = FrameSlab(64, 4)
+    lost = slab.reserve(3)
+    slab.view(int(lost[0]), (64,), np.uint8)[:] = 9
+    slab.replace_lost(lost)
+    fresh = slab.reserve(4)
+    assert not set(fresh.tolist()) & set(lost.tolist())
+    slab.view(int(fresh[-1]), (64,), np.uint8)[:] = 5
+    assert slab.view(int(lost[0]), (64,), np.uint8).max() == 9
+    slab.close()
+
+
+def test_nothing_of_a_slab_has_a_name_in_a_file_system() -> None:
+    before = set(os.listdir("/dev/shm"))
+    slab = FrameSlab(1 << 16, 8)
+    slab.view(0, (16,), np.uint8)[:] = 1
+    assert set(os.listdir("/dev/shm")) == before
+    slab.close()
+
+
+@dataclass(frozen=True)
+class Answer:
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+class Fragile:
+    """Dies of the request "die", fails on "fail", answers everything else."""
+
+    def ping(self) -> str:
+        return "up"
+
+    def decode(self, request: tuple[str, int]) -> Answer:
+        what, _ = request
+        if what == "die":
+            os._exit(1)
+        if what == "fail":
+            raise ValueError("broken")
+        return Answer({"reelray_pictures_decoded": 1})
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_deadly_call_is_quarantined_and_its_neighbours_survive() -> None:
+    import ray
+
+    from actors.pool_client import DecodePoolClient
+
+    actor: Any = ray.remote(Fragile)
+    actors = [actor.options(num_cpus=0, max_restarts=-1, max_task_retries=0).remote() for _ in range(2)]
+    counters = Counters()
+    client = DecodePoolClient(actors, counters)
+    moved: list[tuple[str, int]] = []
+
+    def again(request: tuple[str, int]) -> tuple[str, int]:
+        moved.append(request)
+        return (request[0], request[1] + 100)
+
+    wanted = ["fine"] * 6 + ["die"] + ["fine"] * 6 + ["fail"]
+    futures: list[Future[Any]] = [
+        client.submit((what, number), cost=1.0, describe=f"call {number}", on_lost=again) for number, what in enumerate(wanted)
+    ]
+    errors = [future.exception(timeout=120) for future in futures]
+    assert isinstance(errors[6], PoisonedWorkError)
+    assert "call 6" in str(errors[6])
+    assert isinstance(errors[-1], ValueError)
+    assert all(error is None for number, error in enumerate(errors) if wanted[number] == "fine")
+    assert counters.totals()["reelray_pictures_decoded"] == 12
+    assert counters.totals()["reelray_quarantined"] == 1
+    assert ("die", 6) in moved
+    client.close()
+    for handle in actors:
+        ray.kill(handle)
