@@ -140,6 +140,11 @@ class CachedStore:
     def identity(self, path: str) -> ObjectIdentity:
         return self.store.identity(path)
 
+    def identities(self, paths: Sequence[str]) -> builtins.list[ObjectIdentity]:
+        """One identity per path, in the order asked."""
+        bulk = getattr(self.store, "identities", None)
+        return bulk(paths) if bulk is not None else [self.store.identity(path) for path in paths]
+
     def size(self, path: str) -> int:
         return self.store.size(path)
 

@@ -23,7 +23,7 @@ from ingest.storage.executor import fetch_ranges
 from ingest.storage.failures import log_failure
 from ingest.storage.known import Known, KnownObjects, clean_tag
 from ingest.storage.locations import Location
-from ingest.storage.paths import check_relative
+from ingest.storage.paths import check_relative, common_folder
 from ingest.storage.reader import open_ranges
 from ingest.storage.retry import RETRYABLE_STATUS, RetryableError, RetryPolicy
 from ingest.storage.secrets import redact
@@ -35,6 +35,7 @@ _api: Any = obstore
 # The overloads tell the clouds apart by types that exist only for type checkers.
 _from_url: Callable[..., Any] = obstore.store.from_url
 
+_FEW = 4
 _STATUS = re.compile(r"status(?: code)?:? (\d{3})")
 _PASSING = ("error sending request", "error decoding response body", "timed out", "timeout", "connection", "end of file")
 
@@ -68,6 +69,16 @@ class ObjectStore:
     def identity(self, path: str) -> ObjectIdentity:
         known = self._entry(path)
         return ObjectIdentity(path, known.size, known.tag, stable=known.tag is not None)
+
+    def identities(self, paths: Sequence[str]) -> builtins.list[ObjectIdentity]:
+        """One identity per path, in the order asked; many paths cost one listing instead of a request each.
+
+        Raises:
+            ObjectNotFoundError: there is no such object.
+        """
+        if len(paths) > _FEW:
+            self.list(common_folder(paths))
+        return [self.identity(path) for path in paths]
 
     def size(self, path: str) -> int:
         size = self._entry(path).size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ingest.errors import UnsafeInputError
 
@@ -22,6 +22,16 @@ def check_relative(path: str) -> str:
     if not path or path.startswith(("/", "~")) or "\\" in path or "\0" in path or ":" in parts[0] or ".." in parts:
         raise UnsafeInputError(f"path {path!r} is not a plain path below the dataset root (no '..', no scheme, not absolute)")
     return path
+
+
+def common_folder(paths: Sequence[str]) -> str:
+    """The deepest folder that holds every path; empty for the root."""
+    folders = [path.split("/")[:-1] for path in paths]
+    if not folders:
+        return ""
+    first, last = min(folders), max(folders)
+    shared = next((number for number, part in enumerate(first) if number >= len(last) or last[number] != part), len(first))
+    return "/".join(first[:shared])
 
 
 def expand_template(template: str, fields: Mapping[str, str | int]) -> str:

@@ -134,6 +134,13 @@ def test_bytes_and_names_are_those_of_the_local_directory(opener: Opener, made: 
                 assert mine.seek(-8, 2) == theirs.seek(-8, 2)
                 assert mine.read() == theirs.read()
     assert store.list("none") == []
+    names = [item.path for item in local.list() if item.path.endswith((".mp4", ".parquet"))]
+    bulk = getattr(store, "identities", None)
+    if bulk is not None:
+        assert [item.path for item in bulk(names)] == names
+        assert len({item.fingerprint for item in bulk(names)}) == len(names)
+        with pytest.raises(ObjectNotFoundError):
+            bulk([*names, "videos/none.mp4"])
     video = "videos/observation.images.cam0/chunk-000/file-000.mp4"
     wanted = [(100, 200), (0, 1), (150, 400), (7, 7)]
     assert store.read_ranges(video, wanted) == local.read_ranges(video, wanted)

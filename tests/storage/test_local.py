@@ -10,6 +10,7 @@ from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError
 from ingest.storage.atomic import write_atomic
 from ingest.storage.base import Store
 from ingest.storage.local import LocalStore
+from ingest.storage.paths import common_folder
 
 
 def test_reads_lists_and_identifies(tmp_path: Path) -> None:
@@ -45,6 +46,22 @@ def test_errors(tmp_path: Path) -> None:
         (tmp_path / "a").chmod(0)
         with pytest.raises(AccessDeniedError):
             store.read_all("a")
+
+
+@pytest.mark.parametrize(
+    ("paths", "folder"),
+    [
+        ([], ""),
+        (["a"], ""),
+        (["a/b"], "a"),
+        (["a/b/c", "a/b/d"], "a/b"),
+        (["a/b/c", "a/x"], "a"),
+        (["a/b", "c/d"], ""),
+        (["ab/c", "a/c"], ""),
+    ],
+)
+def test_common_folder(paths: list[str], folder: str) -> None:
+    assert common_folder(paths) == folder
 
 
 def test_an_atomic_write_that_fails_leaves_the_old_content_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
