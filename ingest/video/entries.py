@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ingest.errors import VideoFormatError
@@ -11,6 +12,7 @@ MAX_SIDE = 16_384
 MAX_PIXELS = 1 << 25
 _VISUAL_ENTRY_BYTES = 78
 _MAX_COLOUR_CODE = 22
+_MAX_STSD_BYTES = 1 << 18
 _UNSPECIFIED = 2
 
 _DECODERS = {
@@ -79,14 +81,15 @@ class SampleEntry:
         return self.decoder in _INTRA_ONLY
 
 
+@functools.lru_cache(maxsize=256)
 def parse_sample_entries(stsd: bytes, path: str) -> tuple[SampleEntry, ...]:
     """Parses the payload of an ``stsd`` box.
 
     Raises:
         VideoFormatError: the box is cut short, holds no entry, or an entry is encrypted.
     """
-    if len(stsd) < 8:
-        raise fail(path, f"stsd holds {len(stsd)} bytes, expected at least 8")
+    if not 8 <= len(stsd) <= _MAX_STSD_BYTES:
+        raise fail(path, f"stsd holds {len(stsd)} bytes, expected 8..{_MAX_STSD_BYTES}")
     count = int.from_bytes(stsd[4:8], "big")
     if not 1 <= count <= (len(stsd) - 8) // 16:
         raise fail(path, f"stsd declares {count} sample entries in {len(stsd)} bytes")

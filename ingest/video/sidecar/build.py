@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,12 +88,15 @@ class BuildReport:
 Progress = Callable[[BuildProgress], None]
 
 
-def index_file(store: Store, path: str, *, max_probe_bytes: int = MAX_PROBE_BYTES, checksums: bool = False) -> IndexedFile:
+def index_file(
+    store: Store, path: str, *, size: int | None = None, max_probe_bytes: int = MAX_PROBE_BYTES, checksums: bool = False
+) -> IndexedFile:
     """Indexes one file.
 
     Args:
         store: rooted at the dataset.
         path: of the video file.
+        size: its bytes where they are known already; saves a request.
         max_probe_bytes: most metadata bytes read.
         checksums: also read the payload once and add its checksums.
 
@@ -108,7 +111,7 @@ def index_file(store: Store, path: str, *, max_probe_bytes: int = MAX_PROBE_BYTE
         spent.append(stop - start)
         return store.read_ranges(path, wanted)[0]
 
-    table = read_sample_table(read, store.size(path), path, max_probe_bytes=max_probe_bytes)
+    table = read_sample_table(read, store.size(path) if size is None else size, path, max_probe_bytes=max_probe_bytes)
     if checksums:
         table, nbytes = add_checksums(store, table)
         spent.append(nbytes)
@@ -116,7 +119,13 @@ def index_file(store: Store, path: str, *, max_probe_bytes: int = MAX_PROBE_BYTE
 
 
 def index_files(
-    store: Store, paths: Sequence[str], *, workers: int = DEFAULT_WORKERS, max_probe_bytes: int = MAX_PROBE_BYTES, checksums: bool = False
+    store: Store,
+    paths: Sequence[str],
+    *,
+    sizes: Mapping[str, int | None] | None = None,
+    workers: int = DEFAULT_WORKERS,
+    max_probe_bytes: int = MAX_PROBE_BYTES,
+    checksums: bool = False,
 ) -> Iterator[IndexedFile]:
     """Indexes files in parallel and yields them in the order given; at most ``workers`` results wait in memory.
 
@@ -128,12 +137,14 @@ def index_files(
     if workers < 1:
         raise SettingsError(f"workers must be positive, found {workers}")
     waiting: deque[Future[IndexedFile]] = deque()
-    todo = iter(paths)
+    todo, known = iter(paths), sizes or {}
     with ThreadPoolExecutor(workers, thread_name_prefix="index-video") as pool:
         try:
             while True:
                 while len(waiting) < workers and (path := next(todo, None)) is not None:
-                    waiting.append(pool.submit(index_file, store, path, max_probe_bytes=max_probe_bytes, checksums=checksums))
+                    waiting.append(
+                        pool.submit(index_file, store, path, size=known.get(path), max_probe_bytes=max_probe_bytes, checksums=checksums)
+                    )
                 if not waiting:
                     return
                 yield waiting.popleft().result()
@@ -194,7 +205,7 @@ def build_sidecar(
         return write_sidecar(
             target,
             spec,
-            index_files(store, spec.paths, workers=workers, max_probe_bytes=max_probe_bytes, checksums=checksums),
+            index_files(store, spec.paths, sizes=spec.sizes, workers=workers, max_probe_bytes=max_probe_bytes, checksums=checksums),
             checksums=checksums,
             progress=progress,
             check=lambda: source_unchanged(store, spec),

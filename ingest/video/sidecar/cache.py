@@ -41,12 +41,14 @@ class ResolvedSidecar:
         spec: as written into it.
         origin: ``cache``, ``published`` or ``built``.
         has_checksums: whether the payload can be verified.
+        mapped: its mapped index, where that was open already.
     """
 
     path: Path
     spec: SidecarSpec
     origin: str
     has_checksums: bool
+    mapped: MappedIndex | None = None
 
 
 def resolve_sidecar(
@@ -91,16 +93,16 @@ def resolve_sidecar(
     home = cache_home or settings.lerobot_home()
     spec = describe_source(store, paths, repo_id=repo_id, revision=revision, data_root=data_root)
     target = spec.cache_path(home)
-    if not rebuild and (found := _cached(target, spec)) is not None:
+    if not rebuild and (found := _cached(target, spec, home)) is not None:
         return found
     with locked(target, lock_timeout_s, "MP4 sidecar"):
-        if not rebuild and (found := _cached(target, spec)) is not None:
+        if not rebuild and (found := _cached(target, spec, home)) is not None:
             return found
         remove_leftovers(target)
-        if not rebuild and published is not None and _fetch(published, spec, target) and (found := _cached(target, spec)) is not None:
+        if not rebuild and published is not None and _fetch(published, spec, target) and (found := _cached(target, spec, home)) is not None:
             return ResolvedSidecar(found.path, found.spec, "published", found.has_checksums)
         _LOG.info("building the MP4 sidecar %s for %d files", target, len(spec.sizes))
-        indexed = index_files(store, spec.paths, workers=workers, max_probe_bytes=max_probe_bytes, checksums=checksums)
+        indexed = index_files(store, spec.paths, sizes=spec.sizes, workers=workers, max_probe_bytes=max_probe_bytes, checksums=checksums)
         report = write_sidecar(target, spec, indexed, checksums=checksums, progress=progress, check=lambda: source_unchanged(store, spec))
     difference = mismatch(spec, report.spec)
     if difference is not None:
@@ -108,9 +110,16 @@ def resolve_sidecar(
     return ResolvedSidecar(target, report.spec, "built", checksums)
 
 
-def _cached(target: Path, spec: SidecarSpec) -> ResolvedSidecar | None:
+def _cached(target: Path, spec: SidecarSpec, home: Path) -> ResolvedSidecar | None:
     if not spec.stable:
         return None
+    # The mapped index of this very file says the same, and opens faster than an archive of many members.
+    try:
+        mapped = MappedIndex(index_path(target, home))
+    except (SidecarError, OSError):
+        mapped = None
+    if mapped is not None and mismatch(spec, mapped.spec) is None:
+        return ResolvedSidecar(target, mapped.spec, "cache", mapped.has_checksums, mapped)
     archive = valid_sidecar(target, spec)
     if archive is None:
         return None

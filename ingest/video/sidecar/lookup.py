@@ -171,7 +171,7 @@ def open_video_index(
     )
     resolved = resolve()
     try:
-        mapped = prepare_mapped_index(resolved.path, cache_home=home, lock_timeout_s=lock_timeout_s)
+        mapped = resolved.mapped or prepare_mapped_index(resolved.path, cache_home=home, lock_timeout_s=lock_timeout_s)
     except SidecarError as error:
         # The manifest matched, but arrays are damaged, or LeRobot's record cannot tell what the file presents.
         _LOG.warning("the MP4 sidecar is built anew: %s", error)

@@ -61,11 +61,15 @@ def write_mapped_index(path: Path, spec: SidecarSpec, tables: Iterable[SampleTab
     """
     with replacing(path, "cannot write the mapped MP4 index") as stream:
         blocks, records = _Blocks(stream), _Records(stream)
-        files = [[table.path, *records.add(blocks, table)] for table in tables]
+        files: list[list[Any]] = []
+        checksums = True
+        for table in tables:
+            files.append([table.path, *records.add(blocks, table)])
+            checksums = checksums and table.gop_xxh3 is not None
         if [row[0] for row in files] != spec.paths:
             raise SidecarError(f"{path}: {len(files)} tables for {len(spec.sizes)} source files")
         directory = json.dumps(
-            {"generation": GENERATION, "source": source, "sidecar": spec_to_json(spec), "files": files},
+            {"generation": GENERATION, "source": source, "checksums": checksums, "sidecar": spec_to_json(spec), "files": files},
             separators=(",", ":"),
             ensure_ascii=False,
         ).encode()
@@ -172,7 +176,8 @@ class _Place:
 class MappedIndex:
     """An index opened read-only. Records are made for the files that are asked for; arrays are views of the mapping.
 
-    Views stay valid when the index is closed, replaced or deleted, for as long as they live.
+    ``spec`` describes the source, ``has_checksums`` says whether every file has payload checksums, ``source`` is the sidecar that
+    the index was derived from. Views stay valid when the index is closed, replaced or deleted, for as long as they live.
 
     Args:
         path: of the index.
@@ -202,6 +207,7 @@ class MappedIndex:
         if directory.get("generation") != GENERATION:
             raise SidecarError(f"{path}: generation {directory.get('generation')!r}, expected {GENERATION}")
         self.source = as_text(directory.get("source"), f"{path}: source")
+        self.has_checksums = directory.get("checksums") is True
         self.spec = spec_from_json(directory.get("sidecar"), str(path))
         self._places: dict[str, _Place] = {}
         for row in as_list(directory.get("files"), f"{path}: files"):
