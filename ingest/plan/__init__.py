@@ -20,8 +20,9 @@ is delivered once per epoch however often the topology changes. Nothing random d
 and, after the first change of topology, the number of the segment.
 
 In orders without a pool, leftovers are cut ranges of the same keyed sequences; in pool orders and inside an open block
-of `reservoir` they are lists of frames. From the second segment on, and with `share='frame_exact'`, a share may be cut
-inside an episode, so that any number of ranks can share any number of leftovers.
+of `reservoir` they are lists of frames. A run that starts with fewer episodes than ranks is refused, unless
+`share='frame_exact'`; one that goes on from a cursor never is: episodes are then cut, so that any number of ranks can
+share any number of leftovers.
 
 Skipped episodes (damage policy) are taken out of the orders that own them from a recorded step on; the other ranks'
 orders, and the number of steps where it must be common, do not change. Repeats that pad a batch are never delivered.

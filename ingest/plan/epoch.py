@@ -139,15 +139,16 @@ def plan_epoch(units: Units, settings: PlanSettings, cursor: Cursor | None = Non
     Args:
         units: what to deliver.
         settings: how, and with which topology.
-        cursor: where to continue; None for the start of ``epoch``.
+        cursor: where to continue; None for a run that starts with ``epoch``.
         epoch: epoch number when there is no cursor.
 
     Raises:
-        PlanError: when a rank or worker would own nothing, or nothing is selected.
+        PlanError: when a rank or worker would own nothing at the start of a run, or nothing is selected.
         BudgetError: when a unit exceeds the byte budget.
         CursorError: when the cursor belongs to another plan.
     """
     fingerprint = plan_fingerprint(units, settings)
+    starting = cursor is None
     if cursor is None:
         cursor = Cursor(fingerprint, epoch=epoch)
     cursor.check(fingerprint)
@@ -164,7 +165,9 @@ def plan_epoch(units: Units, settings: PlanSettings, cursor: Cursor | None = Non
         raise PlanError(f"no frames to deliver: {len(units)} units selected, all of them empty or skipped")
     segment = None
     for number, one in enumerate(cursor.segments):
-        segment = SegmentPlan(settings, one.topology, epoch=cursor.epoch, number=number, pieces=pieces, skipped=cursor.skipped)
+        segment = SegmentPlan(
+            settings, one.topology, epoch=cursor.epoch, number=number, pieces=pieces, skipped=cursor.skipped, starting=starting
+        )
         if number + 1 < len(cursor.segments):
             pieces = segment.leftover(one.batches)
     assert segment is not None

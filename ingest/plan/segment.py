@@ -30,9 +30,11 @@ class SegmentPlan:
         number: number of the segment inside the epoch.
         pieces: what the segment has to deliver.
         skipped: all episodes that the cursor knows to be skipped.
+        starting: whether a run begins here, so that ranks and workers without an episode are refused. Later on,
+            episodes are cut instead: neither a change of topology nor a skipped episode may end a run.
 
     Raises:
-        PlanError: when a rank or worker would own nothing at the start of an epoch.
+        PlanError: when a rank or worker would own nothing at the start of a run.
         BudgetError: when a unit exceeds a consumer's byte budget.
     """
 
@@ -45,6 +47,7 @@ class SegmentPlan:
         number: int,
         pieces: Pieces,
         skipped: Sequence[SkippedRange] = (),
+        starting: bool = False,
     ) -> None:
         self.settings: PlanSettings = settings
         self.topology: Topology = topology
@@ -53,13 +56,12 @@ class SegmentPlan:
         self.pieces: Pieces = pieces.sorted_by_episode()
         self._skipped = tuple(skipped)
         self.skips: tuple[SkippedRange, ...] = tuple(sorted((one for one in skipped if one.segment == number), key=lambda one: one.step))
-        # Leftovers are cut rather than refused: a change of topology must never end a run.
-        self._may_cut = number > 0 or settings.share == "frame_exact" or settings.weights is not None
+        self._may_cut = not starting or settings.share == "frame_exact" or settings.weights is not None
         world, workers = topology.world_size, topology.consumers
-        cut_below = world * (1 if settings.clamp_workers else workers) if number > 0 else 0
+        cut_below = world * (1 if settings.clamp_workers else workers) if not starting else 0
         self._quotas = None if settings.weights is None else block_quotas(pieces.units, settings)
         self.ranks: Division = self._divide(self.pieces, world, settings.share, cut_below)
-        if number == 0:
+        if starting:
             self._refuse_empty_ranks()
         self._refuse_oversize()
         self._divisions: dict[int, Division] = {}

@@ -114,7 +114,6 @@ def test_any_mixture_is_exact(lengths: list[list[int]], world: int, data: st.Dat
     counts = units.dataset[order.span(0, len(order)).unit].reshape(blocks, block)
     assert all(np.bincount(row, minlength=len(weights)).tolist() == list(weights) for row in counts)
     done = data.draw(st.integers(0, plan.steps - 1))
-    world = world if done else 1
     cursor = plan.cursor_at(done)
     wide = PlanSettings(strategy="lanes", weights=weights, mixture_block=block, batch_size=3, world_size=world)
     assert Counter(rows(plan, done)) + Counter(rows(plan_epoch(units, wide, cursor))) == Counter(rows(plan))
