@@ -67,7 +67,7 @@ def _digests(table: SampleTable, span: PictureSpan, buffers: Sequence[bytes | me
     """(run number, xxh3-64 of its samples) for every run that lies wholly in the span."""
     bounds = table.gop_bounds
     runs = range(int(np.searchsorted(bounds, span.first)), int(np.searchsorted(bounds, span.fetch_stop, side="right")) - 1)
-    chunk, at = span.chunks_of(table)
+    chunk, at = span.chunks_of(table, fetched=True)
     sizes = table.sizes[span.first : span.fetch_stop].astype(np.int64)
     ends = at + sizes
     follows = np.concatenate([[False], (chunk[1:] == chunk[:-1]) & (at[1:] == ends[:-1])])

@@ -221,7 +221,7 @@ def export_episode(store: Store, table: SampleTable, first_picture: int, count: 
     verify_payload(table, span, buffers)
     chunk, at = span.chunks_of(table)
     sizes = table.sizes[span.first : span.stop].astype(np.int64)
-    pieces: zip[tuple[int, int, int]] = zip(chunk.tolist(), at.tolist(), sizes.tolist(), strict=False)
+    pieces: zip[tuple[int, int, int]] = zip(chunk.tolist(), at.tolist(), sizes.tolist(), strict=True)
     payload = b"".join(buffers[index][start : start + size] for index, start, size in pieces)
     shift = max(0, -int(table.composition[span.first : span.stop].min()))
     ticks = (

@@ -38,13 +38,17 @@ class PictureSpan:
     nbytes: int
     sample_bytes: int
 
-    def chunks_of(self, table: SampleTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where each sample of the span lies in the fetched ranges.
+    def chunks_of(self, table: SampleTable, *, fetched: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where samples of the span lie in the fetched ranges.
+
+        Args:
+            table: of the file.
+            fetched: include samples that were fetched for their run's checksum alone.
 
         Returns:
-            range number and offset inside that range, one per fetched sample in decode order.
+            range number and offset inside that range, one per sample in decode order.
         """
-        offsets = table.offsets[self.first : self.fetch_stop].astype(np.int64)
+        offsets = table.offsets[self.first : self.fetch_stop if fetched else self.stop].astype(np.int64)
         starts = np.array([start for start, _ in self.ranges], np.int64)
         numbers = np.searchsorted(starts, offsets, side="right") - 1
         return numbers, offsets - starts[numbers]

@@ -17,8 +17,9 @@ from video.forge import MemoryStore, Movie, encode, linear, pictures
 from video.test_decode import CODECS
 from video.test_tables import movies, table_of
 
-from ingest.errors import SelectionError, ShortReadError
+from ingest.errors import ChecksumError, SelectionError, ShortReadError
 from ingest.video.boxes import read_sample_table
+from ingest.video.checksums import add_checksums
 from ingest.video.mini import build_mini_mp4, export_episode, mini_header, mini_mp4_sizes
 from ingest.video.span_table import EpisodeSpans, episode_spans
 from ingest.video.tables import SampleTable
@@ -208,3 +209,19 @@ def test_other_players_agree_where_they_are_installed(tmp_path: Path, record_pro
     if not checked:
         print("neither ffmpeg nor torchcodec is installed: played by PyAV alone")
     assert len(linear(target.read_bytes())) == 31
+
+
+def test_export_checks_the_payload_where_the_index_has_checksums(tmp_path: Path) -> None:
+    data = encode(pictures(40), options={"g": "10", "bf": "2"})
+    table, expected = table_of(data), linear(data)
+    table, _ = add_checksums(MemoryStore({"a.mp4": data}), table)
+    target = tmp_path / "episode.mp4"
+    export_episode(MemoryStore({"a.mp4": data}), table, 12, 15, target)
+    exported = linear(target.read_bytes())
+    assert len(exported) == 15
+    assert all(np.array_equal(a, b) for a, b in zip(exported, expected[12:27], strict=True))
+    at = int(table.offsets[15]) + 9
+    damaged = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+    with pytest.raises(ChecksumError):
+        export_episode(MemoryStore({"a.mp4": damaged}), table, 12, 15, target)
+    assert len(linear(target.read_bytes())) == 15
