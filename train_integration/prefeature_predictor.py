@@ -58,10 +58,12 @@ class _Block(nn.Module):
         ]
 
         def attend(query: Tensor, key: str, value: str) -> Tensor:
-            keys = [text[0]] + ([getattr(context, key)] if context is not None else []) + [torch.cat([getattr(kv, key) for kv in own])]
-            values = (
-                [text[1]] + ([getattr(context, value)] if context is not None else []) + [torch.cat([getattr(kv, value) for kv in own])]
-            )
+            keys, values = [text[0]], [text[1]]
+            if context is not None:
+                keys.append(getattr(context, key))
+                values.append(getattr(context, value))
+            keys.append(torch.cat([getattr(kv, key) for kv in own]))
+            values.append(torch.cat([getattr(kv, value) for kv in own]))
             joined = torch.cat([part.to(x.dtype) for part in keys], dim=2), torch.cat([part.to(x.dtype) for part in values], dim=2)
             return functional.scaled_dot_product_attention(query, *joined, attn_mask=mask)
 

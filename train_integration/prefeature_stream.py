@@ -15,7 +15,7 @@ from ingest.plan.epoch import EpochPlan, plan_epoch
 from ingest.plan.settings import PlanSettings
 from ingest.plan.units import Units
 from ingest.prefeature.collate import RecordBatch, collate
-from ingest.prefeature.prefetch import RecordLease, RecordPrefetcher
+from ingest.prefeature.prefetch import RecordLease, RecordPrefetcher, buffer_bytes
 from ingest.prefeature.reader import network_warning
 from ingest.prefeature.records import PreviousHidden, RecordIndex, RecordRequest, View
 
@@ -121,8 +121,8 @@ class PrefeatureStream:
         self.plan = plan_records(self.index, config, world_size, None if cursor is None else Cursor.from_json(cursor), epoch)
         self._rank = self.plan.rank(rank)
         self._committed = self.plan.cursor.batches
-        largest = int(self.index.nbytes.max())
-        self._budget = config.byte_budget or (2 * config.batch_size + 1) * (largest + (1 << 20))
+        largest = buffer_bytes(int(self.index.nbytes.max()))
+        self._budget = config.byte_budget or (2 * config.batch_size + 1) * largest
         if self._budget < config.batch_size * largest:
             raise SettingsError(
                 f"byte budget {self._budget} cannot hold one batch of {config.batch_size} records of up to {largest} bytes; raise it"

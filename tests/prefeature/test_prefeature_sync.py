@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,11 @@ def test_etags_are_never_compared() -> None:
         assert "etag" not in path.read_text(encoding="utf-8").lower(), path
 
 
+def _drain(pipe: Any) -> None:
+    for _ in pipe:
+        pass
+
+
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[S3Server]:
     """An S3 server over HTTP in a process of its own."""
@@ -278,7 +284,12 @@ def s3_server() -> Iterator[S3Server]:
     if executable is None:
         pytest.skip("no S3 test server: install moto[server] into an environment of its own and name it in REELRAY_MOTO_SERVER")
     server = S3Server(executable)
+    # the server logs every request to a pipe; one that nobody reads fills up and stops it
+    reader = threading.Thread(target=_drain, args=(server.process.stderr,))
+    reader.start()
     yield server
+    server.process.terminate()
+    reader.join(20)
     server.close()
 
 
