@@ -136,12 +136,14 @@ class Cursor:
     def resume(self, *, world_size: int, workers: int = 0, batch_size: int = 1) -> Cursor:
         """Continue with a topology: the same one extends the last segment, another one opens a segment.
 
+        No workers and one worker are the same topology, and are written as one.
+
         Raises:
             SettingsError: when a number is out of range.
         """
-        topology = Topology(world_size=world_size, workers=workers, batch_size=batch_size)
+        topology = Topology(world_size=world_size, workers=workers, batch_size=batch_size).with_consumers()
         kept = self.segments
-        if kept and (kept[-1].topology == topology):
+        if kept and kept[-1].topology == topology:
             return self
         if kept and not kept[-1].batches and not any(one.segment == len(kept) - 1 for one in self.skipped):
             kept = kept[:-1]
@@ -268,7 +270,7 @@ def _segment(number: int, value: Any) -> Segment:
     found = _object(f"cursor.segments[{number}]", value, {"world_size", "workers", "batch_size", "batches"}, set())
     _require(f"segments[{number}].batches", found["batches"])
     try:
-        topology = Topology(world_size=found["world_size"], workers=found["workers"], batch_size=found["batch_size"])
+        topology = Topology(world_size=found["world_size"], workers=found["workers"], batch_size=found["batch_size"]).with_consumers()
     except SettingsError as error:
         raise CursorError(f"cursor.segments[{number}]: {error}") from None
     return Segment(topology=topology, batches=found["batches"])

@@ -152,8 +152,7 @@ def plan_epoch(units: Units, settings: PlanSettings, cursor: Cursor | None = Non
     if cursor is None:
         cursor = Cursor(fingerprint, epoch=epoch)
     cursor.check(fingerprint)
-    topology = settings.topology
-    cursor = cursor.resume(world_size=topology.world_size, workers=topology.workers, batch_size=topology.batch_size)
+    cursor = cursor.resume(world_size=settings.world_size, workers=settings.workers, batch_size=settings.batch_size)
     if settings.tail == "loop" and len(cursor.segments) > 1:
         raise PlanError(
             "tail 'loop' has no common epoch to re-share after a change of world_size, workers or batch_size: "

@@ -45,6 +45,10 @@ class Topology:
         """Consumers of each rank, at least 1."""
         return max(1, self.workers)
 
+    def with_consumers(self) -> Topology:
+        """The topology alone, with the number of consumers for workers."""
+        return Topology(world_size=self.world_size, workers=self.consumers, batch_size=self.batch_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings(Topology):
@@ -111,11 +115,6 @@ class PlanSettings(Topology):
     def pooled(self) -> bool:
         """Whether the order is one of the two pool orders."""
         return self.strategy in ("remaining", "round_robin")
-
-    @property
-    def topology(self) -> Topology:
-        """World size, workers and batch size alone."""
-        return Topology(world_size=self.world_size, workers=self.workers, batch_size=self.batch_size)
 
     def pool_share(self, workers: int) -> int:
         """Pool size of each of ``workers`` consumers."""

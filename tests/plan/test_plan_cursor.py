@@ -21,7 +21,7 @@ cursors = st.builds(
         FINGERPRINT,
         epoch,
         tuple(
-            Segment(topology=Topology(world_size=world + 1, workers=workers, batch_size=batch + 1), batches=batches)
+            Segment(topology=Topology(world_size=world + 1, workers=workers + 1, batch_size=batch + 1), batches=batches)
             for world, workers, batch, batches in segments
         ),
         tuple(SkippedRange(dataset, first, first + more, EVERY_EPOCH, 0) for dataset, first, more in skipped),
@@ -63,6 +63,10 @@ def test_segments_extend_open_and_vanish() -> None:
     assert [one.topology.world_size for one in other.segments] == [2, 5]
     assert other.advance(2).next_epoch().segments == ()
     assert other.advance(2).next_epoch().epoch == 1
+    assert cursor.resume(world_size=2, workers=0, batch_size=4) is cursor
+    unnamed = json.loads(cursor.to_json())
+    unnamed["segments"][0]["workers"] = 0
+    assert Cursor.from_json(json.dumps(unnamed)) == cursor
 
 
 def test_without_a_segment_nothing_can_be_counted() -> None:
