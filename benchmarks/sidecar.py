@@ -255,7 +255,7 @@ def planning(episodes: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--files", type=int, default=80, help="files to index")
+    parser.add_argument("--files", type=int, default=400, help="files to index")
     parser.add_argument("--index-files", type=int, default=10_000, help="files of the large mapped index")
     parser.add_argument("--samples", type=int, default=20_000, help="samples per file")
     parser.add_argument("--episodes", type=int, default=1_000_000, help="episodes to plan")
