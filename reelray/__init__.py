@@ -13,6 +13,7 @@ from ingest import __version__
 if TYPE_CHECKING:
     from ingest.datasource import EpisodeDatasource, read_episodes
     from ingest.engine import Dataset, ReadOptions, iter_samples, open_dataset
+    from ingest.language import RenderStage, TrainingRecipe, load_recipe, render_sample
     from ingest.plan import PlanSettings, plan_epoch
     from train_integration.config import EpisodeDataConfig, get_sample_stream
     from train_integration.options import StreamConfig
@@ -23,6 +24,10 @@ _HOME = {
     "ReadOptions": "ingest.engine",
     "open_dataset": "ingest.engine",
     "iter_samples": "ingest.engine",
+    "RenderStage": "ingest.language",
+    "TrainingRecipe": "ingest.language",
+    "load_recipe": "ingest.language",
+    "render_sample": "ingest.language",
     "PlanSettings": "ingest.plan",
     "plan_epoch": "ingest.plan",
     "EpisodeDatasource": "ingest.datasource",
@@ -39,14 +44,18 @@ __all__ = [
     "EpisodeDatasource",
     "PlanSettings",
     "ReadOptions",
+    "RenderStage",
     "SampleStream",
     "StreamConfig",
+    "TrainingRecipe",
     "__version__",
     "get_sample_stream",
     "iter_samples",
+    "load_recipe",
     "open_dataset",
     "plan_epoch",
     "read_episodes",
+    "render_sample",
 ]
 
 

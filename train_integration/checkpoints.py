@@ -1,4 +1,4 @@
-"""What a training checkpoint holds: weights once, and the stream's position of every rank."""
+"""What a training checkpoint holds: weights once, the stream's position of every rank, and the language recipe."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import ray.train
 import torch
+import yaml
 
 from ingest.errors import CursorError
 from train_integration.stream import SampleStream, merged_state
 
 _WEIGHTS = "training.pt"
+RECIPE_FILE = "recipe.yaml"
+"""The language recipe of the run, for people and for `load_recipe`; what a resume compares is in the streams' states."""
 
 
 def save_checkpoint(metrics: Mapping[str, Any], stream: SampleStream, training: Mapping[str, Any] | None) -> None:
@@ -27,7 +30,11 @@ def save_checkpoint(metrics: Mapping[str, Any], stream: SampleStream, training: 
     """
     with TemporaryDirectory(prefix="reelray-checkpoint-") as folder:
         path = Path(folder)
-        (path / f"stream-{stream.rank:05d}.json").write_text(json.dumps(stream.state_dict()), encoding="utf-8")
+        state = stream.state_dict()
+        (path / f"stream-{stream.rank:05d}.json").write_text(json.dumps(state), encoding="utf-8")
+        recipe = state.get("recipe", {}).get("recipe")
+        if recipe is not None and training is not None:
+            (path / RECIPE_FILE).write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if training is not None:
             torch.save(dict(training), path / _WEIGHTS)
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))

@@ -10,10 +10,13 @@ import numpy as np
 import psutil
 
 from ingest.datasource import ReadJob
+from ingest.engine.assemble import Transform
 from ingest.engine.damage import DamagePolicy, DamageReport
-from ingest.engine.dataset import Dataset, RenderStage, Transform, open_dataset
+from ingest.engine.dataset import Dataset, open_dataset
+from ingest.engine.rendering import RenderStage
 from ingest.engine.spec import ReadOptions
 from ingest.errors import SettingsError
+from ingest.language.stage import RecipeLike
 from ingest.plan import PlanSettings, Units
 from ingest.storage.base import Store
 from train_integration.worklist import EpisodeLengths
@@ -33,7 +36,9 @@ class StreamConfig:
         epochs: epochs to deliver; None goes on for ever.
         damage: what to do about damaged episodes.
         image_transforms: injected picture transform; must pickle.
-        render: injected sample stage; must pickle.
+        recipe: language recipe (see `open_dataset`): a file, a shipped name, a `TrainingRecipe`, or a
+            `ingest.language.RenderStage` with policies and key names. Frames without supervision leave the selection.
+        render: injected sample stage; must pickle; it gets what the recipe renders.
         return_uint8: uint8 pictures (default) or float32 in [0, 1].
         decode: by the node's decode actors, or by threads of the rank.
         decode_threads: threads of ``inline`` decoding.
@@ -53,6 +58,7 @@ class StreamConfig:
     epochs: int | None = 1
     damage: DamagePolicy = "error"
     image_transforms: Transform | None = None
+    recipe: RecipeLike | None = None
     render: RenderStage | None = None
     return_uint8: bool = True
     decode: Decode = "pool"
@@ -86,6 +92,7 @@ class StreamDescription:
         units: the planner's table.
         lengths: frames of whole episodes.
         damage: episodes dropped before the first frame.
+        render: what is done to every sample: the recipe, the injected stage, or both.
     """
 
     config: StreamConfig
@@ -93,6 +100,7 @@ class StreamDescription:
     units: Units
     lengths: EpisodeLengths
     damage: DamageReport
+    render: RenderStage | None = None
 
     def with_topology(self, *, world_size: int) -> PlanSettings:
         """The plan's settings for another number of ranks."""
@@ -116,6 +124,7 @@ def open_stream(source: str | Path | Store, config: StreamConfig, **dataset_opti
         exclude_episodes=config.exclude_episodes,
         options=config.read,
         image_transforms=config.image_transforms,
+        recipe=config.recipe,
         render=config.render,
         return_uint8=config.return_uint8,
         damage=config.damage,
@@ -125,12 +134,16 @@ def open_stream(source: str | Path | Store, config: StreamConfig, **dataset_opti
 
 
 def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription:
-    """Describes a stream over an opened dataset."""
-    config = replace(config, plan=replace(config.plan, dataset=dataset.fingerprint()))
+    """Describes a stream over an opened dataset.
+
+    The dataset decides what is rendered; ``config.render`` only counts where it was opened without any stage.
+    """
+    config = replace(config, plan=replace(config.plan, dataset=dataset.fingerprint()), recipe=dataset.recipe)
     units = dataset.units(lane_frames=config.lane_frames if config.plan.strategy in {"lanes", "reservoir"} else None)
     order = np.argsort(dataset.selection)
     lengths = EpisodeLengths((dataset.selection[order],), (dataset.lengths[order],))
-    return StreamDescription(config, ReadJob.of(dataset, threads=config.fetch_threads), units, lengths, dataset.damage)
+    job = ReadJob.of(dataset, threads=config.fetch_threads)
+    return StreamDescription(config, job, units, lengths, dataset.damage, dataset.render or config.render)
 
 
 def decoded_budget_bytes(config: StreamConfig, ranks_on_node: int) -> int:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from ingest.engine.assemble import BatchAssembler, BufferPool, Sample
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamageReport
-from ingest.engine.dataset import render_batch
+from ingest.engine.rendering import render_batch
 from ingest.errors import CursorError, DamagedDataError, IngestStalledError, StreamClosedError
+from ingest.language.stage import stage_differences, stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch
 from train_integration.collate import to_torch
 from train_integration.decoding import DecodeBackend
@@ -157,17 +158,36 @@ class SampleStream:
         return cursor.advance(self._batches - self._plan.cursor.batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Small JSON-ready state: the cursor. Call it after a training step."""
-        return {"version": STATE_VERSION, "cursor": json.loads(self.cursor().to_json())}
+        """Small JSON-ready state: the cursor, and the recipe where there is one. Call it after a training step."""
+        state: dict[str, Any] = {"version": STATE_VERSION, "cursor": json.loads(self.cursor().to_json())}
+        recipe = self._recipe()
+        return state if recipe is None else state | {"recipe": recipe}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _recipe(self) -> dict[str, Any] | None:
+        stage = stage_of(self.description.config.recipe)
+        return None if stage is None else json.loads(json.dumps(stage.describe()))
+
+    def load_state_dict(self, state: Mapping[str, Any], *, other_recipe: bool = False) -> None:
         """Goes on after the batches that the state counts. World size, workers and batch size may differ.
 
+        Args:
+            state: from ``state_dict``.
+            other_recipe: whether the recipe may differ from the state's; other frames may then be in the selection, so the
+                state's epoch begins again.
+
         Raises:
-            CursorError: the state is malformed, or belongs to another plan; the field that differs is named.
+            CursorError: the state is malformed, or belongs to another plan or recipe; the field that differs is named.
         """
         if state.get("version") != STATE_VERSION or "cursor" not in state:
             raise CursorError(f"stream state: expected version {STATE_VERSION} with a cursor, found {sorted(state)}")
+        differences = stage_differences(state.get("recipe"), self._recipe())
+        if differences and not other_recipe:
+            raise CursorError(f"the state belongs to another recipe ({'; '.join(differences)}); restore it, or ask for other_recipe")
+        if differences:
+            epoch = Cursor.from_json(json.dumps(state["cursor"])).epoch
+            _LOG.warning("the recipe differs (%s): epoch %d begins again", "; ".join(differences), epoch)
+            self.set_epoch(epoch)
+            return
         self.close()
         self._plan = self._make_plan(Cursor.from_json(json.dumps(state["cursor"])))
         self._batches = self._plan.cursor.batches
@@ -356,7 +376,7 @@ class _Producer:
                 scheduler = self._schedule(plan)
 
     def _rendered(self, batch: Sample) -> Sample:
-        render = self._config.render
+        render = self._stream.description.render
         return batch if render is None else render_batch(render, batch)
 
     def _delivery(self, plan: EpochPlan, scheduler: BatchScheduler, step: PlannedStep) -> Delivery:
@@ -428,4 +448,4 @@ def merged_state(states: list[Mapping[str, Any]]) -> dict[str, Any]:
         raise CursorError(f"the ranks' states stand at different places: {', '.join(places)}; save them at the same step")
     skipped = tuple(dict.fromkeys(one for cursor in cursors for one in cursor.skipped))
     merged = replace(first, skipped=skipped)
-    return {"version": STATE_VERSION, "cursor": json.loads(merged.to_json())}
+    return {**states[0], "version": STATE_VERSION, "cursor": json.loads(merged.to_json())}

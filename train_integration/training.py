@@ -43,6 +43,7 @@ class TrainingPlan:
         log_every: steps between log lines.
         digests: whether recorded rows carry picture digests.
         step_s: least seconds of a step, to imitate a larger model.
+        other_recipe: whether a checkpoint of another recipe may be gone on with; see `SampleStream.load_state_dict`.
     """
 
     cameras: tuple[str, ...]
@@ -56,6 +57,7 @@ class TrainingPlan:
     log_every: int = 1
     digests: bool = False
     step_s: float = 0.0
+    other_recipe: bool = False
 
 
 def feature_statistics(dataset: Dataset, keys: list[str]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
@@ -104,7 +106,7 @@ def train_worker(config: dict[str, Any]) -> None:
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is not None:
             state, training = load_checkpoint(checkpoint)
-            stream.load_state_dict(state)
+            stream.load_state_dict(state, other_recipe=plan.other_recipe)
             policy.load_state_dict(training["policy"])
             optimizer.load_state_dict(training["optimizer"])
             step = int(training["step"])

@@ -10,7 +10,8 @@ from __future__ import annotations
 from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, SampleKey, Transform
 from ingest.engine.counters import COUNTERS, Counters
 from ingest.engine.damage import DamagePolicy, DamageRecord, DamageReport
-from ingest.engine.dataset import Dataset, RenderStage, iter_samples, open_dataset
+from ingest.engine.dataset import Dataset, iter_samples, open_dataset
+from ingest.engine.rendering import RenderStage
 from ingest.engine.spec import ReadOptions, SampleSpec
 
 __all__ = [

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.errors import RowsError
+from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.columns import item_value
 from ingest.lerobot.images import decode_cell
 from ingest.storage.base import Store
@@ -230,7 +231,10 @@ class BatchAssembler:
                 pad = np.empty((len(planned), frames.shape[1]), np.bool_) if pad is None else pad
                 pad[places] = clipped
             local = frames - unit.rows.first
-            if key in unit.rows.numbers:
+            if unit.rows.language is not None and key in LANGUAGE_COLUMNS:
+                for place, row in zip(places.tolist(), local.tolist(), strict=True):
+                    loose[place] = unit.rows.language.raw(row)[key]
+            elif key in unit.rows.numbers:
                 gathered = unit.rows.numbers[key][local]
                 if values is None:
                     values = np.empty((len(planned), *gathered.shape[1:]), gathered.dtype)

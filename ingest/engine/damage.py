@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from ingest.errors import DamagedDataError
+from ingest.errors import DatasetError
 
 DamagePolicy = Literal["error", "skip_episode"]
 """``error`` stops with the typed error; ``skip_episode`` drops whole episodes and records each of them."""
@@ -39,7 +39,7 @@ class DamageReport:
 
     records: list[DamageRecord] = field(default_factory=list[DamageRecord])
 
-    def add(self, error: DamagedDataError, *, dataset: int, episode: int, step: int, frames: int) -> DamageRecord:
+    def add(self, error: DatasetError, *, dataset: int, episode: int, step: int, frames: int) -> DamageRecord:
         """Records that ``episode`` is dropped because of ``error``."""
         record = DamageRecord(dataset, episode, step, frames, type(error).__name__, str(error))
         self.records.append(record)

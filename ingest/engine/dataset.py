@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,16 @@ from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.pictures import PictureForm, decode_run, groups, located
+from ingest.engine.recipes import FrameRuns, check_anchor, plan_recipe, rendering_options
+from ingest.engine.rendering import RenderStage, chain, render_batch, render_one
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
-from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units
-from ingest.errors import DamagedDataError, SelectionError, SettingsError
+from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units, keep_runs
+from ingest.errors import DamagedDataError, DatasetError, SelectionError, SettingsError
+from ingest.language.coverage import LanguagePlan
+from ingest.language.episode import check_declared
+from ingest.language.stage import RecipeLike, stage_of
+from ingest.language.stage import RenderStage as LanguageStage
 from ingest.lerobot.rows import RowReader
 from ingest.lerobot.selection import select_episodes
 from ingest.lerobot.source import Source, open_source
@@ -42,14 +48,6 @@ _HELD_UNITS = 256
 """Fetched units that the single-process engine keeps, at most."""
 
 
-class RenderStage(Protocol):
-    """An injected stage that turns a sample into another one, for example a language recipe's messages."""
-
-    def __call__(self, sample: Sample) -> Sample:
-        """Returns the sample to deliver; must be a pure function of the sample."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Dataset:
     """An opened dataset. Random access by `sample`; epochs by `iter_samples` and `iter_batches`.
@@ -61,9 +59,10 @@ class Dataset:
         selection: int64[E], selected episodes in selection order, damaged ones excluded.
         as_uint8: whether pictures are uint8 instead of float32 in [0, 1].
         transform: injected picture transform.
-        render: injected sample stage.
+        render: sample stage: the recipe's, the injected one, or both in this order.
         damage: episodes that the damage policy dropped.
         counters: running totals.
+        language: what the recipe makes of every frame, and which frames leave the selection; None without a recipe.
     """
 
     source: Source
@@ -75,18 +74,26 @@ class Dataset:
     render: RenderStage | None
     damage: DamageReport
     counters: Counters
+    language: LanguagePlan | None = None
     _lengths: NDArray[np.int64] = field(init=False)
+    _runs: FrameRuns = field(init=False)
     _starts: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         rows = np.array([self.source.episodes.row(int(episode)) for episode in self.selection], dtype=np.int64)
         self._lengths = self.source.episode_frames()[rows].astype(np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+        self._runs = FrameRuns.whole(self._lengths) if self.language is None else FrameRuns.kept(self.selection, self.language)
+        self._starts = np.concatenate([[0], np.cumsum(self._runs.frames)]).astype(np.int64)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Frames of each selected episode, int64[E]."""
+        """Frames of each selected episode, int64[E]; those that a recipe leaves out count too, since windows reach them."""
         return self._lengths
+
+    @property
+    def recipe(self) -> LanguageStage | None:
+        """The recipe's stage, or None."""
+        return None if self.language is None else self.language.stage
 
     @property
     def num_episodes(self) -> int:
@@ -95,7 +102,7 @@ class Dataset:
 
     @property
     def num_frames(self) -> int:
-        """Selected frames."""
+        """Selected frames; those that a recipe leaves out do not count."""
         return int(self._starts[-1])
 
     @property
@@ -111,8 +118,8 @@ class Dataset:
         if not -len(self) <= position < len(self):
             raise IndexError(f"position {position} of a selection of {len(self)} frames")
         position %= len(self)
-        number = int(np.searchsorted(self._starts, position, side="right")) - 1
-        return self.sample(int(self.selection[number]), position - int(self._starts[number]))
+        run = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return self.sample(int(self.selection[self._runs.row[run]]), position - int(self._starts[run]) + int(self._runs.lo[run]))
 
     def sample(self, episode: int, frame: int) -> Sample:
         """One sample, equal to the map-style item of LeRobot in keys, shapes, dtypes and values.
@@ -122,7 +129,7 @@ class Dataset:
             frame: frame of the episode, from 0.
 
         Raises:
-            SelectionError: the episode is not selected or has no such frame.
+            SelectionError: the episode is not selected, has no such frame, or the recipe leaves the frame out.
             DamagedDataError: what the sample needs is missing or wrong.
         """
         place = np.flatnonzero(self.selection == episode)
@@ -131,11 +138,15 @@ class Dataset:
         length = int(self._lengths[place[0]])
         if not 0 <= frame < length:
             raise SelectionError(f"{self.source.store.url}: episode {episode} has frames 0..{length - 1}, frame {frame} was asked for")
+        if not self._runs.has(int(place[0]), frame):
+            raise SelectionError(
+                f"{self.source.store.url}: episode {episode}, frame {frame} has no supervision by the recipe and is left out"
+            )
         reader = UnitReader(self.source, self.index, self.spec, self.counters)
         unit = reader.read(UnitRequest(0, episode, frame, frame + 1))
         pictures = DecodedUnits(self.spec, self.source.store.url, self.counters)
         sample = self.assembler().sample(unit, frame, pictures.bind({0: unit}), seed=DEFAULT_STREAMING_SEED, epoch=0)
-        return sample if self.render is None else self.render(sample)
+        return sample if self.render is None else render_one(self.render, sample)
 
     def assembler(self, **options: Any) -> BatchAssembler:
         """An assembler for this dataset's samples."""
@@ -150,12 +161,18 @@ class Dataset:
         return RowReader(self.source)
 
     def fingerprint(self) -> str:
-        """Digest of what an order over this dataset depends on; equal for every copy of the dataset."""
-        return dataset_fingerprint(self.source)
+        """Digest of what an order over this dataset depends on, the recipe included; equal for every copy of the dataset."""
+        digest = dataset_fingerprint(self.source)
+        return digest if self.language is None else f"{digest}:{self.language.fingerprint()}"
 
     def units(self, *, lane_frames: int | None = None) -> Units:
-        """The planner's units: whole episodes in selection order, or runs of at most ``lane_frames`` frames of them."""
+        """The planner's units: whole episodes in selection order, or runs of at most ``lane_frames`` frames of them.
+
+        Frames that a recipe leaves out are in no unit: an episode that loses some becomes one unit for each run that stays.
+        """
         units = episode_units(self.source, self.index, self.spec, self.selection, self.lengths)
+        if self.language is not None:
+            units = keep_runs(units, self._runs.row, self._runs.lo, self._runs.hi)
         return units if lane_frames is None else cut_into_runs(units, self.source, self.index, self.spec.cameras, lane_frames)
 
     def iter_batches(self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None) -> Iterator[tuple[Batch, Sample]]:
@@ -207,17 +224,6 @@ def iter_samples(dataset: Dataset, settings: PlanSettings | None = None, *, epoc
     for planned, batch in dataset.iter_batches(plan, rank):
         for place in np.flatnonzero(~planned.is_pad).tolist():
             yield {key: value[place] for key, value in batch.items() if key != "is_pad"}
-
-
-def render_batch(render: RenderStage, batch: Sample) -> Sample:
-    """Applies a sample stage to each sample of a batch. What it adds becomes one list per key."""
-    size = len(batch["is_pad"])
-    rendered = [render({key: value[place] for key, value in batch.items()}) for place in range(size)]
-    added = {key for sample in rendered for key in sample} - set(batch)
-    removed = {key for key in batch if all(key not in sample for sample in rendered)}
-    out = {key: value for key, value in batch.items() if key not in removed}
-    out.update({key: [sample.get(key) for sample in rendered] for key in sorted(added)})
-    return out
 
 
 class DecodedUnits:
@@ -293,6 +299,7 @@ def open_dataset(
     exclude_episodes: Sequence[int] | None = None,
     options: ReadOptions | None = None,
     image_transforms: Transform | None = None,
+    recipe: RecipeLike | None = None,
     render: RenderStage | None = None,
     return_uint8: bool = False,
     damage: DamagePolicy = "error",
@@ -311,7 +318,10 @@ def open_dataset(
         exclude_episodes: episodes to leave out.
         options: how to read; or give the fields of `ReadOptions` as keywords.
         image_transforms: injected picture transform.
-        render: injected sample stage.
+        recipe: language recipe: a file, the name of a shipped one, YAML text, nested mappings, a `TrainingRecipe`, or a
+            `ingest.language.RenderStage`, which also says what becomes of frames that it does not render, and the keys.
+            The language columns are read at once, and frames without supervision leave the selection.
+        render: injected sample stage; it gets what the recipe renders.
         return_uint8: deliver uint8 pictures instead of float32 in [0, 1].
         damage: ``error`` refuses a dataset whose files do not hold the selected rows and their pictures;
             ``skip_episode`` drops those episodes whole and reports them in ``Dataset.damage``.
@@ -330,10 +340,14 @@ def open_dataset(
         store = source
     else:
         store = open_store(parse_location(source, repo_type=repo_type, root=root, revision=revision))
+    stage = stage_of(recipe)
     opened = open_source(store, allow_unknown_version=allow_unknown_version)
     for warning in opened.warnings:
         _LOG.warning("%s: %s", store.url, warning)
-    spec = SampleSpec.resolve(opened.info, options or ReadOptions(**read_options))
+    options = options or ReadOptions(**read_options)
+    spec = SampleSpec.resolve(opened.info, options if stage is None else rendering_options(options, opened.info))
+    if stage is not None:
+        check_anchor(spec)
     selection = select_episodes(opened, episodes, exclude_episodes)
     index = index or ProbingIndex(store)
     repairs = len(opened.warnings)
@@ -343,11 +357,42 @@ def open_dataset(
     if damaged and damage == "error":
         raise first_of(damaged)
     report = DamageReport()
-    for episode, error in damaged.items():
+
+    def drop(episode: int, error: DatasetError) -> None:
         frames = int(opened.episodes.length[opened.episodes.row(episode)])
         report.add(error, dataset=0, episode=episode, step=0, frames=frames)
         _LOG.warning("episode %d (%d frames) is dropped: %s", episode, frames, error)
+
+    for episode, error in damaged.items():
+        drop(episode, error)
+    kept = _without_dropped(opened, selection, report)
+    check_declared(opened, int(kept[0]))
+    language = None
+    if stage is not None and stage.recipe is not None:
+        language = plan_recipe(opened, stage, kept, None if damage == "error" else drop)
+        kept = _without_dropped(opened, kept, report)
+        kept = _supervised(opened, kept, language)
+    render = chain(stage if language is None else language.stage, render)
+    return Dataset(opened, index, spec, kept, return_uint8, image_transforms, render, report, Counters(), language)
+
+
+def _without_dropped(source: Source, selection: NDArray[np.int64], report: DamageReport) -> NDArray[np.int64]:
     kept = selection[~np.isin(selection, report.episodes)] if report.records else selection
     if not len(kept):
-        raise SelectionError(f"{store.url}: every selected episode is damaged; the first: {report.records[0].message}")
-    return Dataset(opened, index, spec, kept, return_uint8, image_transforms, render, report, Counters())
+        raise SelectionError(f"{source.store.url}: every selected episode is damaged; the first: {report.records[0].message}")
+    return kept
+
+
+def _supervised(source: Source, selection: NDArray[np.int64], plan: LanguagePlan) -> NDArray[np.int64]:
+    """The episodes of which the recipe leaves something."""
+    leaving = plan.leaving()
+    if leaving:
+        frames, policy = sum(len(frames) for frames in leaving.values()), plan.stage.policy
+        _LOG.warning("%s: %d of %d frames have no supervision and are left out (policy %s)", source.store.url, frames, plan.frames, policy)
+    kept = selection[np.isin(selection, [part.episode for part in plan.episodes if part.kept.any()])]
+    if not len(kept):
+        raise SelectionError(
+            f"{source.store.url}: the recipe has supervision for none of the {plan.frames} selected frames (policy {plan.stage.policy}); "
+            "`reelray recipe coverage` shows why"
+        )
+    return kept

@@ -2,6 +2,7 @@
 
 # pyarrow has no stubs.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
 # pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import pyarrow as pa
 from ingest.engine.counters import Counters
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData, UnitRows, localise
-from ingest.errors import DamagedDataError, PictureCountError
+from ingest.errors import DamagedDataError, LanguageError, PictureCountError, RowsError
+from ingest.language.episode import AnnotationRows
+from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.rows import EpisodeRows, RowReader
 from ingest.lerobot.source import Source
 from ingest.video.index import VideoIndex
@@ -80,8 +83,19 @@ class UnitReader:
         found = self._rows.read(request.episode, spec.stored_keys)
         first, stop = spec.reach((*spec.columns, *spec.images), request.lo, request.hi, found.length)
         numbers = {key: values[first:stop] for key, values in found.numbers.items()}
-        others = pa.table({key: column.slice(first, stop - first) for key, column in found.others.items()})
-        return UnitRows(first, stop - first, numbers, others, self._tasks(found, first, stop))
+        columns = {key: column.slice(first, stop - first) for key, column in found.others.items()}
+        language = self._language(request, columns, stop - first)
+        return UnitRows(first, stop - first, numbers, pa.table(columns), self._tasks(found, first, stop), language)
+
+    def _language(self, request: UnitRequest, columns: dict[str, pa.ChunkedArray], length: int) -> AnnotationRows | None:
+        """Takes the language columns out of ``columns``. Each frame carries all state rows of its episode, so any cut has them."""
+        stored = {key: columns.pop(key) for key in LANGUAGE_COLUMNS if key in columns}
+        if not stored:
+            return None
+        try:
+            return AnnotationRows.from_columns(stored, length)
+        except LanguageError as error:
+            raise RowsError(f"episode {request.episode}: {error}", dataset=self._source.store.url, episode=request.episode) from error
 
     def _tasks(self, rows: EpisodeRows, first: int, stop: int) -> dict[int, str]:
         if "task_index" not in rows.numbers:

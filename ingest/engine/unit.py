@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ingest.language.episode import AnnotationRows
 from ingest.video.spans import PictureSpan, picture_span
 from ingest.video.tables import SampleTable, Timeline
 
@@ -30,8 +31,9 @@ class UnitRows:
         first: episode frame number of row 0.
         length: number of rows.
         numbers: float32, int64 or bool arrays of shape (length, *feature shape), by feature.
-        others: every other column (text, language, stored pictures), ``length`` rows, as a `pyarrow.Table`.
+        others: every other column (text, stored pictures), ``length`` rows, as a `pyarrow.Table`.
         tasks: task texts by ``task_index``, for the rows at hand.
+        language: annotations of the rows, state rows held once; None where no language column is delivered.
     """
 
     first: int
@@ -39,10 +41,11 @@ class UnitRows:
     numbers: Mapping[str, NDArray[Any]]
     others: Any
     tasks: Mapping[int, str]
+    language: AnnotationRows | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, for budgets."""
+        """Bytes held, for budgets; annotations, a few kB, do not count."""
         return sum(values.nbytes for values in self.numbers.values()) + int(self.others.nbytes)
 
 
@@ -171,6 +174,8 @@ _ARRAYS = (
     "sample_pts",
 )
 _BYTES = ("ftyp", "stsd")
+_SIZES = 24
+"""Bytes of the three sizes that a header begins with: description, other columns, annotations."""
 
 
 def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
@@ -209,18 +214,21 @@ def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
     with pa.ipc.new_stream(sink, unit.rows.others.schema) as writer:
         writer.write_table(unit.rows.others)
     others = sink.getvalue().to_pybytes()
-    sizes = np.array([len(text), len(others)], dtype="<i8").tobytes()
-    header = b"".join([sizes, text, others, *(array.tobytes() for array in arrays)])
+    language = b"" if unit.rows.language is None else unit.rows.language.pack()
+    sizes = np.array([len(text), len(others), len(language)], dtype="<i8").tobytes()
+    header = b"".join([sizes, text, others, language, *(array.tobytes() for array in arrays)])
     return header, b"".join(bytes(track.data) for track in unit.tracks.values())
 
 
 def unpack_unit(header: bytes | memoryview, payload: bytes | memoryview) -> UnitData:
     """The inverse of `pack_unit`; the pictures stay views of ``payload``."""
     buffer = memoryview(header)
-    text_size, others_size = (int(size) for size in np.frombuffer(buffer[:16], dtype="<i8"))
-    description = json.loads(bytes(buffer[16 : 16 + text_size]))
-    position = 16 + text_size + others_size
-    others = pa.ipc.open_stream(pa.py_buffer(buffer[16 + text_size : position])).read_all()
+    sizes = [int(size) for size in np.frombuffer(buffer[:_SIZES], dtype="<i8")]
+    text, table, blob = (buffer[stop - size : stop] for size, stop in zip(sizes, np.cumsum(sizes) + _SIZES, strict=True))
+    description = json.loads(bytes(text))
+    others = pa.ipc.open_stream(pa.py_buffer(table)).read_all()
+    language = AnnotationRows.unpack(blob) if len(blob) else None
+    position = _SIZES + sum(sizes)
 
     def take(shape_of: list[Any]) -> NDArray[Any]:
         nonlocal position
@@ -249,6 +257,6 @@ def unpack_unit(header: bytes | memoryview, payload: bytes | memoryview) -> Unit
         description["lo"],
         description["hi"],
         description["episode_length"],
-        UnitRows(rows["first"], rows["length"], numbers, others, tasks),
+        UnitRows(rows["first"], rows["length"], numbers, others, tasks, language),
         tracks,
     )

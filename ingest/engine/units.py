@@ -34,6 +34,20 @@ def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection
     return Units.from_lengths(lengths, episodes=selection, nbytes=nbytes, cost=cost if spec.cameras else None)
 
 
+def keep_runs(units: Units, row: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]) -> Units:
+    """Some runs of frames of whole episodes, with bytes and cost by their share of the frames.
+
+    Args:
+        units: whole episodes.
+        row: int64[R], unit of each run.
+        lo: int64[R], its first frame.
+        hi: int64[R], one past its last frame.
+    """
+    share = (hi - lo) / np.maximum(units.frames[row], 1)
+    nbytes = np.ceil(units.bytes[row] * share).astype(np.int64)
+    return Units(units.dataset[row], units.episode[row], lo, hi, nbytes, units.cost[row] * share)
+
+
 def cut_into_runs(units: Units, source: Source, index: VideoIndex, cameras: Sequence[str], max_frames: int) -> Units:
     """Cuts units into runs of at most ``max_frames`` frames that decode independently (or of one group of pictures)."""
     boundaries = {

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from ingest.errors import LanguageError
-from ingest.language.step import READ_MESSAGES_KEYS, STREAMS_KEY, TARGETS_KEY
+from ingest.language.step import MESSAGES_KEY, READ_MESSAGES_KEYS, STREAMS_KEY, TARGETS_KEY
 from ingest.language.styles import LANGUAGE_COLUMNS
 
 LIST_KEYS = (*READ_MESSAGES_KEYS, STREAMS_KEY, TARGETS_KEY, *LANGUAGE_COLUMNS)
@@ -60,12 +60,14 @@ def collate_language(
     return {**stack(rest), **lists} if rest[0] else lists
 
 
-def add_batch_dimension(data: Mapping[str, Any], messages_key: str = "messages") -> dict[str, Any]:
+def add_batch_dimension(
+    data: Mapping[str, Any], messages_key: str = MESSAGES_KEY, streams_key: str = STREAMS_KEY, targets_key: str = TARGETS_KEY
+) -> dict[str, Any]:
     """A copy in which the rendered fields of one sample are wrapped as a batch of one; a batch stays as it is."""
     wrapped = dict(data)
     messages = data.get(messages_key)
     if isinstance(messages, list) and not (messages and isinstance(cast("list[Any]", messages)[0], list)):
-        for key in (messages_key, STREAMS_KEY, TARGETS_KEY):
+        for key in (messages_key, streams_key, targets_key):
             if key in wrapped:
                 wrapped[key] = [wrapped[key]]
     return wrapped

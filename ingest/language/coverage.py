@@ -101,6 +101,8 @@ class LanguagePlan:
         """32 hexadecimal digits over recipe, policy and the frames that leave; part of the plan's fingerprint."""
         digest = blake2b(digest_size=16)
         digest.update(f"{self.recipe}:{self.stage.policy}:{self.stage.on_ambiguous}:{self.stage.rephrasings_win}".encode())
+        if self.stage.lerobot_batches:
+            digest.update(b":lerobot_batches")
         for episode, frames in sorted(self.leaving().items()):
             digest.update(f";{episode}:".encode())
             digest.update(frames.astype("<i8").tobytes())
@@ -145,7 +147,7 @@ def plan_language(stage: RenderStage, episodes: Iterable[EpisodeLanguage]) -> La
     for language in episodes:
         annotated = annotated or language.rows.annotated
         part = _blank(language)
-        if language.rows.annotated:
+        if language.rows.annotated or stage.lerobot_batches:
             empty_targets += _judge(stage, language, numbers, part, faults)
         parts.append(part)
     if not annotated and not any(part.kept.any() for part in parts):
@@ -169,7 +171,7 @@ def _judge(stage: RenderStage, language: EpisodeLanguage, numbers: dict[str, int
     empty_targets = 0
     for frame in range(len(language)):
         state, events = language.rows.state(frame), language.rows.frame_events(frame)
-        if not state and not events:
+        if not state and not events and not stage.lerobot_batches:
             continue
         try:
             verdict = stage.judge(state, events, language.time(frame), int(language.index[frame]), language.task(frame))

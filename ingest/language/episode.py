@@ -7,20 +7,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ingest.errors import LanguageError
+from ingest.errors import DatasetError, LanguageError, RowsError
 from ingest.language.columns import decode_rows, list_values, single_array
 from ingest.language.rows import Row, StateRows, mapping_rows
 from ingest.language.styles import EVENT_COLUMN, LANGUAGE_COLUMNS, STATE_COLUMN
+from ingest.lerobot.footercache import FooterCache
 from ingest.lerobot.rows import EpisodeRows, RowReader
 from ingest.lerobot.source import Source
 from ingest.lerobot.tasks import Tasks
@@ -178,8 +178,15 @@ def episode_language(rows: EpisodeRows, tasks: Tasks) -> EpisodeLanguage:
     )
 
 
-def read_language(source: Source, episodes: Sequence[int] | None = None) -> Iterator[EpisodeLanguage]:
+def read_language(
+    source: Source, episodes: Sequence[int] | None = None, *, damaged: Callable[[int, DatasetError], None] | None = None
+) -> Iterator[EpisodeLanguage]:
     """The annotations of many episodes, read from the parquet files alone; episodes without annotations come too.
+
+    Args:
+        source: the dataset.
+        episodes: episode indices; None reads all.
+        damaged: told of an episode whose rows cannot be read, which is then left out; None raises.
 
     Raises:
         LanguageError: a language column is malformed, or stored without being declared in ``info.json``.
@@ -190,21 +197,31 @@ def read_language(source: Source, episodes: Sequence[int] | None = None) -> Iter
     numbers = [int(number) for number in source.episodes.episode_index] if episodes is None else list(episodes)
     reader = RowReader(source)
     for number in numbers:
-        rows = reader.read(number, [*PLANNING_COLUMNS, *declared])
-        yield episode_language(rows, source.tasks)
+        try:
+            language = episode_language(reader.read(number, [*PLANNING_COLUMNS, *declared]), source.tasks)
+        except (RowsError, LanguageError) as error:
+            if damaged is None:
+                raise
+            damaged(number, error)
+        else:
+            yield language
 
 
-def check_declared(source: Source) -> None:
-    """Refuses a dataset whose files hold a language column that ``info.json`` does not declare; looks at one shard.
+def check_declared(source: Source, episode: int | None = None) -> None:
+    """Refuses a dataset whose files hold a language column that ``info.json`` does not declare; looks at one shard's footer.
+
+    Args:
+        source: the dataset.
+        episode: whose shard to look at; None takes the first one's.
 
     Raises:
         LanguageError: names the column and the line to add.
+        RowsError: the shard has no readable footer.
     """
-    if not len(source.episodes):
+    if not len(source.episodes) or all(column in source.info.features for column in LANGUAGE_COLUMNS):
         return
-    path = source.data_files(int(source.episodes.episode_index[0]))[0]
-    with source.store.open(path) as file:
-        stored = pq.read_schema(file).names
+    path = source.data_files(int(source.episodes.episode_index[0]) if episode is None else episode)[0]
+    stored = FooterCache(source.store).get(path).groups.column_bytes
     hidden = [column for column in LANGUAGE_COLUMNS if column in stored and column not in source.info.features]
     if hidden:
         raise LanguageError(

@@ -34,6 +34,8 @@ class RenderTrainingMessagesStep:
         recipe: None makes the step a no-op.
         context: dataset context that may supply ``task``.
         messages_key: key that the messages are written under.
+        streams_key: key that the stream of each message is written under.
+        targets_key: key that the positions of the supervised messages are written under.
         rephrasings_win: lets ``task_aug`` rows replace the sample's task.
         lerobot_batches: renders a wholly unannotated item of an annotated batch by the recipe with no rows, as LeRobot
             does, instead of giving it the task fallback that it gets as a single sample.
@@ -48,6 +50,8 @@ class RenderTrainingMessagesStep:
     messages_key: str = MESSAGES_KEY
     rephrasings_win: bool = False
     lerobot_batches: bool = False
+    streams_key: str = STREAMS_KEY
+    targets_key: str = TARGETS_KEY
 
     def __call__(self, transition: Mapping[str, Any]) -> Mapping[str, Any] | None:
         data = cast("Mapping[str, Any]", transition.get("complementary_data") or {})
@@ -83,7 +87,8 @@ class RenderTrainingMessagesStep:
         return rendered if rendered is not None else task_only(task)
 
     def _put(self, transition: Mapping[str, Any], data: dict[str, Any], rendered: Mapping[str, Any]) -> dict[str, Any]:
-        data.update({self.messages_key: rendered["messages"], STREAMS_KEY: rendered[STREAMS_KEY], TARGETS_KEY: rendered[TARGETS_KEY]})
+        keys = (self.messages_key, self.streams_key, self.targets_key)
+        data.update(zip(keys, (rendered[name] for name in ("messages", STREAMS_KEY, TARGETS_KEY)), strict=True))
         return {**transition, "complementary_data": data}
 
     def _batch(self, transition: Mapping[str, Any], data: Mapping[str, Any]) -> Mapping[str, Any] | None:
