@@ -166,7 +166,9 @@ class HttpObjects:
         if origin(url) == origin(self._home(path)):
             linked = reply.headers.get("x-linked-size", "")
             size = int(linked) if linked.isascii() and linked.isdigit() else (total if reply.status == 206 else None)
-            self._known.see(path, Known(size, self._tag(reply.headers)), where)
+            # A redirect's own ETag is that of the redirect; what it says about the object is in its x-headers.
+            about = {name: value for name, value in reply.headers.items() if reply.status == 206 or name.startswith("x-")}
+            self._known.see(path, Known(size, self._tag(about)), where)
         else:
             self._known.see(path, Known(total), where)
         if reply.status == 206:

@@ -308,7 +308,7 @@ def _relative(entries: Sequence[TreeEntry], prefix: str) -> dict[str, int]:
 
 
 def _linked_tag(headers: Mapping[str, str]) -> str | None:
-    return clean_tag(headers.get("x-linked-etag") or headers.get("etag"))
+    return clean_tag(headers.get("x-linked-etag"))
 
 
 def _rebuild_dataset(location: Location, policy: RetryPolicy) -> HubDatasetStore:

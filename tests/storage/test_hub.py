@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from urllib.parse import quote
 
 import pytest
 from servers.hub import HubEmulator
-from servers.ranges import Fault, Request
+from servers.ranges import Fault, Reply, Request
 
 from ingest import settings
 from ingest.errors import AccessDeniedError, LocationError, ObjectChangedError, ObjectNotFoundError, ShortReadError, StorageError
@@ -65,6 +66,26 @@ class TestDataset:
         assert len(hub.hub.requests) == 1
         assert len(hub.storage.requests) == 32
         assert not any(request.method == "HEAD" for request in hub.hub.requests)
+
+    def test_a_redirect_within_the_hub_with_an_etag_of_its_own_is_followed(
+        self, hub: HubEmulator, fast: RetryPolicy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_PLANTEDREAD")
+        commit = hub.add_dataset("o/n", FILES, private=True)
+        honest = hub.hub.answer
+
+        def answer(request: Request) -> Reply:
+            if "/resolve/" in request.path and "cached" not in request.query:
+                return Reply(
+                    307, {"location": f"{quote(request.path)}?cached=1", "etag": f'W/"redirect-{request.number}"'}, b"Temporary Redirect"
+                )
+            return honest(request)
+
+        monkeypatch.setattr(hub.hub, "answer", answer)
+        store = _open(f"hf://datasets/o/n@{commit}", fast)
+        assert [store.read_ranges(PATH, [(at, at + 9)])[0] for at in (0, 50, 99)] == [VIDEO[at : at + 9] for at in (0, 50, 99)]
+        assert store.read_all("meta/info.json") == FILES["meta/info.json"]
+        assert all("authorization" in request.headers for request in hub.hub.requests)
 
     def test_a_branch_that_moves_is_invisible(self, hub: HubEmulator, fast: RetryPolicy) -> None:
         first = hub.add_dataset("o/n", FILES)
