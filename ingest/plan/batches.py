@@ -162,7 +162,7 @@ class RankPlan:
         filled = np.zeros((count, size), dtype=np.bool_)
         grids = {name: np.zeros((count, size), dtype=np.int64) for name in ("entry", "unit", "frame", "cycle")}
         if real < count and self._full:
-            owner[max(real, 0) :], filler = self._filler
+            owner[max(real, 0) :], filler = self.filler
             for name, grid in grids.items():
                 grid[max(real, 0) :] = getattr(filler, name)
         present: list[int] = np.unique(workers).tolist()
@@ -187,8 +187,12 @@ class RankPlan:
         return table if self._full else table.take(shown)
 
     @cached_property
-    def _filler(self) -> tuple[int, Span]:
-        """The worker and the sample that fill batches beyond the rank's own: its last sample, or else some first frame."""
+    def filler(self) -> tuple[int, Span]:
+        """The worker and the sample that fill batches beyond the rank's own.
+
+        That is the rank's last sample; where it has none, or the sample's episode was skipped, the first frame of a unit
+        that is not damaged, with entry -1 and worker 0.
+        """
         if self.turns.total:
             worker, number = self.turns.worker_at(self.turns.total - 1)
             order = self.orders[worker]

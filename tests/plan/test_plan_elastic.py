@@ -230,3 +230,19 @@ def test_a_run_that_has_begun_is_never_refused(strategy: str, clamp: bool) -> No
         rest = planned(units, strategy, (5, 3, 2), wide.cursor_at(step), tail="pad", clamp_workers=clamp)
         for number in range(5):
             assert [batch_key(one) for one in rest.rank(number).batches()] == [batch_key(one) for one in wide.rank(number).batches(step)]
+
+
+def test_fillers_avoid_damaged_episodes() -> None:
+    units = Units.from_lengths([3, 30, 2])
+    plan = planned(units, "sequential", (2, 0, 2), tail="pad")
+    owner = next(number for number in range(2) if 1 not in plan.rank(number).orders[0].pieces.episode)
+    worker, sample = plan.rank(owner).filler
+    assert (worker, units.episode[sample.unit].tolist(), sample.frame.tolist()) == (0, [2], [1])
+    damaged = planned(units, "sequential", (2, 0, 2), plan.cursor_at(1).skip(0, 2, 1), tail="pad").rank(owner)
+    assert units.episode[damaged.filler[1].unit].tolist() == [0]
+    damaged = planned(units, "sequential", (2, 0, 2), plan.cursor_at(1).skip(0, 2, 1).skip(0, 0, 1), tail="pad").rank(owner)
+    assert damaged.filler[1].entry.tolist() == [-1]
+    assert units.episode[damaged.filler[1].unit].tolist() == [1]
+    last = list(damaged.batches())[-1]
+    assert last.is_pad.all()
+    assert set(last.unit.tolist()) == {1}
