@@ -409,9 +409,9 @@ class BatchScheduler:
                 if not isinstance(resident, _Resident):
                     continue
                 if resident.once:
-                    assert self._whole is not None  # made for once units
                     for camera_runs in resident.runs.values():
                         for run in camera_runs:
+                            assert self._whole is not None  # made for once units
                             with contextlib.suppress(ReelrayError):
                                 run.future.result(self._budgets.stall_s)
                             self._whole.release(run.slots)
