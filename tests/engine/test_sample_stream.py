@@ -1,0 +1,324 @@
+"""The stream without Ray (local reads, decoding threads) against the single-process engine, element by element."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ingest.engine import ReadOptions
+from ingest.engine.frames import HeapFrames
+from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError
+from ingest.plan import PlanSettings, plan_epoch
+from train_integration.decoding import InlineDecoding
+from train_integration.feed import LocalFeed
+from train_integration.options import StreamConfig, StreamDescription, open_stream
+from train_integration.stream import SampleStream, merged_state
+
+STRATEGIES = ("lanes", "remaining", "round_robin", "sequential", "episode_sequential", "reservoir")
+PICTURE_BYTES = 32 * 64 * 3
+
+
+class Opened(SampleStream):
+    """A stream that remembers the slots it used."""
+
+    stores: list[HeapFrames]
+
+
+def open_rank(description: StreamDescription, rank: int, world: int, *, decoded: int = 64 << 20, **options: Any) -> Opened:
+    made: list[HeapFrames] = []
+
+    def backend(counters: Any) -> InlineDecoding:
+        decoding = InlineDecoding(2, "here", counters)
+        make = decoding.make_frames
+
+        def remember(slot_bytes: int, slots: int) -> HeapFrames:
+            made.append(make(slot_bytes, slots))
+            return made[-1]
+
+        decoding.make_frames = remember  # type: ignore[method-assign]
+        return decoding
+
+    stream = Opened(description, rank, world, LocalFeed(description.job), backend, decoded_bytes=decoded, output="numpy", **options)
+    stream.stores = made
+    return stream
+
+
+def config(root: Path, *, read: ReadOptions | None = None, **plan: Any) -> Any:
+    extra = {name: plan.pop(name) for name in ("epochs", "damage", "lane_frames", "stall_s") if name in plan}
+    return open_stream(
+        root, StreamConfig(plan=PlanSettings(clamp_workers=True, **plan), read=read or ReadOptions(), decode="inline", **extra)
+    )
+
+
+def equal(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert set(left) == set(right)
+    for key, value in right.items():
+        if isinstance(value, np.ndarray):
+            assert left[key].dtype == value.dtype
+            assert left[key].shape == value.shape
+            np.testing.assert_array_equal(left[key], value, err_msg=key)
+        else:
+            assert left[key] == value
+
+
+def check_rank(description: Any, dataset: Any, rank: int, world: int, **options: Any) -> list[int]:
+    """Compares a rank's stream with the oracle; returns the indices it delivered."""
+    plan = plan_epoch(description.units, description.with_topology(world_size=world))
+    oracle = dataset.iter_batches(plan, rank)
+    seen: list[int] = []
+    with open_rank(description, rank, world, **options) as stream:
+        for batch in stream:
+            planned, wanted = next(oracle)
+            equal(batch, wanted)
+            assert stream.delivery is not None
+            assert (stream.delivery.step, stream.delivery.worker) == (planned.step, planned.worker)
+            seen += batch["index"][~batch["is_pad"]].tolist()
+    assert next(oracle, None) is None
+    # Closing freed the memory; before that, every slot had come back.
+    assert all(store.free == store.slots for store in stream.stores)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("reelray")]
+    assert not left
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("world", "workers", "batch"), [(1, 0, 4), (2, 3, 1), (3, 0, 7), (2, 3, 4)])
+def test_every_rank_equals_the_oracle(small: Path, strategy: str, world: int, workers: int, batch: int) -> None:
+    description, dataset = config(small, strategy=strategy, world_size=world, workers=workers, batch_size=batch, lane_frames=4)
+    seen = [index for rank in range(world) for index in check_rank(description, dataset, rank, world)]
+    assert sorted(seen) == list(range(dataset.num_frames))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("pictures", [14, 20, 45])
+def test_tiny_budgets_change_nothing(small: Path, strategy: str, pictures: int) -> None:
+    description, dataset = config(small, strategy=strategy, batch_size=7)
+    assert sorted(check_rank(description, dataset, 0, 1, decoded=pictures * PICTURE_BYTES)) == list(range(dataset.num_frames))
+
+
+@pytest.mark.parametrize("pictures", [28, 400])
+def test_windows_reach_beyond_units(rich: Path, pictures: int) -> None:
+    read = ReadOptions(
+        cameras=("observation.images.cam0", "observation.images.cam1"),
+        delta_timestamps={"observation.images.cam0": [-0.5, 0.0, 0.4], "action": [0.0, 0.1]},
+    )
+    description, dataset = config(rich, read=read, strategy="lanes", batch_size=7, lane_frames=3)
+    check_rank(description, dataset, 0, 1, decoded=pictures * PICTURE_BYTES)
+
+
+def test_every_kind_of_feature_arrives(rich: Path) -> None:
+    description, dataset = config(rich, strategy="remaining", batch_size=5)
+    check_rank(description, dataset, 0, 1)
+
+
+def test_equal_numbers_of_batches_when_asked(small: Path) -> None:
+    description, dataset = config(small, strategy="lanes", world_size=3, batch_size=4, tail="pad", lane_frames=4)
+    plan = plan_epoch(description.units, description.with_topology(world_size=3))
+    counts = []
+    for rank in range(3):
+        check_rank(description, dataset, rank, 3)
+        counts.append(plan.rank(rank).steps)
+    assert len(set(counts)) == 1
+
+
+def test_no_pictures_no_slots(small: Path) -> None:
+    description, dataset = config(small, read=ReadOptions(cameras=()), strategy="lanes", batch_size=4)
+    check_rank(description, dataset, 0, 1)
+
+
+def test_a_budget_below_one_batch_is_refused(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=7)
+    with open_rank(description, 0, 1, decoded=13 * PICTURE_BYTES) as stream, pytest.raises(BudgetError, match="decoded_budget_gb"):
+        next(iter(stream))
+
+
+@pytest.mark.parametrize("strategy", ["lanes", "remaining", "sequential"])
+def test_resuming_at_every_step_gives_the_rest(small: Path, strategy: str) -> None:
+    description, _ = config(small, strategy=strategy, world_size=2, workers=2, batch_size=5, lane_frames=4)
+    for rank in (0, 1):
+        states: list[dict[str, Any]] = []
+        batches: list[list[int]] = []
+        with open_rank(description, rank, 2) as stream:
+            states.append(stream.state_dict())
+            for batch in stream:
+                batches.append(batch["index"].tolist())
+                states.append(stream.state_dict())
+            assert stream.epoch == 1
+        with open_rank(description, rank, 2) as stream:
+            for step, state in enumerate(states):
+                stream.load_state_dict(state)
+                if step < len(batches):
+                    assert [batch["index"].tolist() for batch in stream] == batches[step:]
+        assert len(states[0]["cursor"]) <= 1024
+
+
+def test_prefetched_batches_do_not_count(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=3)
+    with open_rank(description, 0, 1) as stream:
+        batches = iter(stream)
+        first = [next(batches)["index"].tolist() for _ in range(2)]
+        state = stream.state_dict()
+        third = next(batches)["index"].tolist()
+    assert state["cursor"]["segments"][-1]["batches"] == len(first)
+    with open_rank(description, 0, 1) as stream:
+        stream.load_state_dict(state)
+        assert next(iter(stream))["index"].tolist() == third
+
+
+def test_epochs_follow_without_a_new_start(small: Path) -> None:
+    description, dataset = config(small, strategy="lanes", batch_size=4, epochs=2)
+    with open_rank(description, 0, 1) as stream:
+        orders = []
+        for epoch in (0, 1):
+            plan = plan_epoch(description.units, description.with_topology(world_size=1), epoch=epoch)
+            oracle = dataset.iter_batches(plan)
+            assert stream.epoch == epoch
+            order: list[int] = []
+            for batch in stream:
+                equal(batch, next(oracle)[1])
+                order += batch["index"].tolist()
+            assert sorted(order) == list(range(dataset.num_frames))
+            orders.append(order)
+        assert orders[0] != orders[1]
+        assert list(stream) == []
+        stream.set_epoch(1)
+        assert [index for batch in stream for index in batch["index"].tolist()] == orders[1]
+
+
+def test_a_change_of_topology_delivers_the_rest_once(small: Path) -> None:
+    description, dataset = config(small, strategy="lanes", world_size=2, batch_size=4, lane_frames=4)
+    seen: list[int] = []
+    states = []
+    for rank in (0, 1):
+        with open_rank(description, rank, 2) as stream:
+            batches = iter(stream)
+            for _ in range(3):
+                seen += next(batches)["index"].tolist()
+            states.append(stream.state_dict())
+    state = merged_state(states)
+    for rank in range(3):
+        with open_rank(description, rank, 3) as stream:
+            stream.load_state_dict(state)
+            seen += [index for batch in stream for index in batch["index"].tolist()]
+    assert sorted(seen) == list(range(dataset.num_frames))
+
+
+def test_foreign_states_are_refused(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=4)
+    other, _ = config(small, strategy="lanes", batch_size=4, seed=7)
+    with open_rank(description, 0, 1) as stream, open_rank(other, 0, 1) as foreign:
+        with pytest.raises(CursorError, match="seed"):
+            stream.load_state_dict(foreign.state_dict())
+        with pytest.raises(CursorError, match="version"):
+            stream.load_state_dict({})
+        moved = open_rank(description, 0, 1, max_steps=2)
+        list(moved)
+        with pytest.raises(CursorError, match="different places"):
+            merged_state([stream.state_dict(), moved.state_dict()])
+
+
+def test_a_limited_run_goes_on_where_it_stopped(small: Path) -> None:
+    description, dataset = config(small, strategy="remaining", batch_size=4)
+    with open_rank(description, 0, 1, max_steps=3) as stream:
+        head = [batch["index"].tolist() for batch in stream]
+        state = stream.state_dict()
+    assert len(head) == 3
+    with open_rank(description, 0, 1) as stream:
+        stream.load_state_dict(state)
+        rest = [batch["index"].tolist() for batch in stream]
+    plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    assert head + rest == [batch["index"].tolist() for _, batch in dataset.iter_batches(plan)]
+
+
+@pytest.mark.parametrize("pictures", [16, 4000])
+@pytest.mark.parametrize("strategy", ["lanes", "remaining", "sequential"])
+def test_damage_in_mid_epoch_drops_one_episode(damaged: tuple[Path, int, int], strategy: str, pictures: int) -> None:
+    root, episode, _ = damaged
+    description, dataset = config(root, strategy=strategy, batch_size=4, damage="skip_episode", lane_frames=None)
+    mine = {int(i) for i in range(episode * 12, episode * 12 + 12)}
+    states = []
+    batches: list[list[int]] = []
+    with open_rank(description, 0, 1, decoded=pictures * PICTURE_BYTES) as stream:
+        states.append(stream.state_dict())
+        for batch in stream:
+            batches.append(batch["index"].tolist())
+            states.append(stream.state_dict())
+        (record,) = stream.damage.records
+    seen = [index for batch in batches for index in batch]
+    assert len(seen) == len(set(seen))
+    assert set(range(dataset.num_frames)) - set(seen) <= mine
+    assert record.episode == episode
+    assert record.frames == len(mine - set(seen))
+    assert record.frames > 0
+    for step in range(0, len(batches), 3):
+        with open_rank(description, 0, 1, decoded=pictures * PICTURE_BYTES) as stream:
+            stream.load_state_dict(states[step])
+            assert [batch["index"].tolist() for batch in stream] == batches[step:]
+
+
+def test_damage_stops_by_default(damaged: tuple[Path, int, int]) -> None:
+    root, episode, _ = damaged
+    description, _ = config(root, strategy="sequential", batch_size=4)
+    with open_rank(description, 0, 1) as stream:
+        seen: list[int] = []
+        with pytest.raises(DecodeError, match=f"episode {episode}"):
+            seen += [index for batch in stream for index in batch["index"].tolist()]
+        assert stream.cursor().batches <= (episode * 12 + 12) // 4
+
+
+def test_torch_batches_share_channels_last_memory(small: Path) -> None:
+    torch = pytest.importorskip("torch")
+    description, _ = config(small, strategy="lanes", batch_size=4)
+    made = InlineDecoding
+    stream = SampleStream(description, 0, 1, LocalFeed(description.job), lambda counters: made(1, "here", counters), decoded_bytes=64 << 20)
+    kept = []
+    with stream:
+        for batch in stream:
+            pictures = batch["observation.images.cam0"]
+            assert pictures.dtype == torch.uint8
+            assert pictures.is_contiguous(memory_format=torch.channels_last)
+            kept.append((pictures, pictures.clone(), batch["index"]))
+        # Batches that the loop keeps are never overwritten by later ones.
+        assert all(torch.equal(pictures, copy) for pictures, copy, _ in kept)
+    assert sorted(int(i) for *_, index in kept for i in index) == list(range(description.units.frames.sum()))
+
+
+def test_abandoned_streams_stop(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=2)
+    stream = open_rank(description, 0, 1)
+    batches = iter(stream)
+    next(batches)
+    stream.close()
+    assert stream.step == 1
+    rest = [batch["index"].tolist() for batch in stream]
+    assert len(rest) == -(-int(description.units.frames.sum()) // 2) - 1
+    stream.close()
+
+
+def test_a_feed_that_never_answers_is_reported(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=2, stall_s=0.2)
+    release = threading.Event()
+
+    class Silent:
+        def units(self, wanted: Any, counters: Any) -> Iterator[Any]:
+            release.wait(20)
+            yield from ()
+
+    stream = SampleStream(
+        description, 0, 1, Silent(), lambda counters: InlineDecoding(1, "here", counters), decoded_bytes=64 << 20, output="numpy"
+    )
+    with pytest.raises(IngestStalledError, match="has not arrived"):
+        next(iter(stream))
+    release.set()
+    stream.close()
