@@ -34,10 +34,10 @@ from ingest.storage.locations import parse_location
 from ingest.storage.payloads import PayloadPool
 from ingest.storage.stores import open_store
 
-FILES, FILE_BYTES, EPISODES_PER_FILE = 8, 4 << 20, 8
+FILES, FILE_BYTES, EPISODES_PER_FILE = 8, 12 << 20, 8
 RANKS = 4
 THREADS = 16
-BUDGET_BYTES = 8 << 20
+BUDGET_BYTES = 24 << 20
 LATENCIES_S = (0.0, 0.02, 0.1)
 BANDWIDTHS = (None, 40e6)
 PASSES = 3

@@ -13,13 +13,13 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from ingest.errors import ObjectNotFoundError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
 from ingest.storage.executor import fetch_ranges
-from ingest.storage.http import ask
+from ingest.storage.http import Reply, ask
 from ingest.storage.http_objects import HttpObjects
 from ingest.storage.known import KnownObjects, clean_tag
 from ingest.storage.locations import Location
 from ingest.storage.paths import check_relative
 from ingest.storage.reader import open_ranges
-from ingest.storage.retry import RetryPolicy
+from ingest.storage.retry import RetryableError, RetryPolicy
 
 _LINK = re.compile(r"""href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
 _HEADS_AT_ONCE = 8
@@ -124,7 +124,7 @@ class HttpStore:
         seen = set(pending)
         while pending:
             page = pending.pop()
-            reply = ask("GET", page, {}, self._policy, limit=64 * 1024 * 1024)
+            reply = ask("GET", page, {}, self._policy, limit=64 * 1024 * 1024, check=_check_page)
             if reply.status != 200 or "html" not in reply.headers.get("content-type", ""):
                 return None
             for link in _links(page, reply.body.decode("utf-8", "replace")):
@@ -156,6 +156,13 @@ class HttpStore:
                 if count > _MAX_NUMBERED:
                     raise StorageError(f"{self.url}/{top}: more than {_MAX_NUMBERED} numbered files answer, which no dataset has")
                 yield path
+
+
+def _check_page(reply: Reply) -> None:
+    text = reply.body.lower()
+    if b"<html" in text and b"</html>" not in text:
+        # A page cut by a proxy with an honest length would silently hide files.
+        raise RetryableError("the directory page ends before its end")
 
 
 def _links(page: str, text: str) -> list[str]:
