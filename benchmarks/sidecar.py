@@ -127,9 +127,12 @@ def building(folder: Path, count: int, samples: int) -> dict[str, object]:
     for tasks in (1, 2, 4):
         with multiprocessing.get_context("forkserver").Pool(tasks) as pool:
             pool.map(_index_share, [(str(folder), names[:1])] * tasks)
-            began = time.perf_counter()
-            pool.map(_index_share, [(str(folder), names[task::tasks]) for task in range(tasks)])
-            scaling[tasks] = round(count / (time.perf_counter() - began), 1)
+            rates = []
+            for _ in range(5):  # the best of several: other work on the machine only ever slows one down
+                began = time.perf_counter()
+                pool.map(_index_share, [(str(folder), names[task::tasks]) for task in range(tasks)])
+                rates.append(count / (time.perf_counter() - began))
+            scaling[tasks] = round(max(rates), 1)
     began = time.perf_counter()
     report = build_sidecar(store, names, folder / "sidecar.npz", repo_id="bench/sidecar", revision="v3.0", workers=4)
     return {
