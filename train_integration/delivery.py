@@ -20,10 +20,11 @@ from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from actors.manager import PoolSettings, start_manager
+from actors.manager import PoolSettings, start_manager, stop_services
 from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
 from ingest.errors import CursorError, DamagedDataError, ReelrayError
+from ingest.language.stage import stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch
 from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
 from train_integration.ledger import OrderRecord, Rows, start_ledger
@@ -99,7 +100,12 @@ def deliver_locally(
                         planned.position,
                         planned.is_pad,
                     )
-                    record.add(attempt, segment, rank, order_rows(delivery, rank, batch, dataset.spec.cameras, digests=digests))
+                    record.add(
+                        attempt,
+                        segment,
+                        rank,
+                        order_rows(delivery, rank, batch, dataset.spec.cameras, digests=digests, recipe=dataset.recipe),
+                    )
                     reached = planned.step + 1
                 break
             except DamagedDataError as error:
@@ -175,6 +181,8 @@ def deliver_through_ray(
             trainer.fit()
         except Exception as error:
             raise typed_cause(error) from error
+        finally:
+            stop_services(manager)
     seconds = time.perf_counter() - start
     failed: Exception | None = ray.get(ledger.error.remote())
     if failed is not None:
@@ -244,13 +252,15 @@ def _deliver_rank(shard: RankShard, cursor: Cursor, ledger: Any, attempt: int, *
         return bool(ray.get(pending.pop(0))) if len(pending) > 1 else True
 
     with shard.open(cursor=cursor, output="numpy") as stream:
+        recipe = stage_of(stream.description.config.recipe)
         told = len(stream.damage.records)
         for batch in stream:
             delivery = stream.delivery
             assert delivery is not None  # set with every batch
             if step_s:
                 time.sleep(step_s)
-            parts.append(order_rows(delivery, shard.rank, batch, stream.description.job.spec.cameras, digests=digests))
+            cameras = stream.description.job.spec.cameras
+            parts.append(order_rows(delivery, shard.rank, batch, cameras, digests=digests, recipe=recipe))
             if (sum(len(part["step"]) for part in parts) >= _ROWS_PER_MESSAGE or step_s) and not send(finished=False):
                 return
             for record in stream.damage.records[told:]:

@@ -30,7 +30,8 @@ ORDER_SCHEMA: dict[str, np.dtype[Any]] = {
     "committed": np.dtype(np.bool_),
     "t_ns": np.dtype(np.int64),
 }
-"""Columns of an order file; one ``digest:<camera>`` column (uint64, xxh3-64 of the HWC bytes) per camera follows."""
+"""Columns of an order file; one ``digest:<camera>`` column (uint64, xxh3-64 of the HWC bytes) per camera follows, and
+``digest:messages`` where a recipe renders."""
 
 Rows = dict[str, NDArray[Any]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,11 +12,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from ingest.engine.assemble import Sample
+from ingest.language.stage import RenderStage
 from train_integration.ledger import Rows
 from train_integration.stream import Delivery
 
 
-def order_rows(delivery: Delivery, rank: int, batch: Sample, cameras: Sequence[str], *, digests: bool = True) -> Rows:
+def order_rows(
+    delivery: Delivery, rank: int, batch: Sample, cameras: Sequence[str], *, digests: bool = True, recipe: RenderStage | None = None
+) -> Rows:
     """The order rows of one batch.
 
     Args:
@@ -25,6 +29,8 @@ def order_rows(delivery: Delivery, rank: int, batch: Sample, cameras: Sequence[s
         cameras: cameras to digest.
         digests: whether to add ``digest:<camera>`` columns: xxh3-64 of the picture's HWC bytes (of all window pictures,
             one after another).
+        recipe: with digests, adds ``digest:messages`` of what it rendered: xxh3-64 of the JSON text of messages, streams and
+            targets.
     """
     size = len(delivery.frame)
     rows: Rows = {
@@ -43,6 +49,8 @@ def order_rows(delivery: Delivery, rank: int, batch: Sample, cameras: Sequence[s
     }
     if digests:
         rows.update({f"digest:{camera}": picture_digests(batch[camera]) for camera in cameras})
+    if digests and recipe is not None:
+        rows["digest:messages"] = message_digests([batch.get(key, [None] * size) for key in recipe.keys])
     return rows
 
 
@@ -50,6 +58,15 @@ def picture_digests(pictures: Any) -> NDArray[np.uint64]:
     """xxh3-64 of each sample's pictures, HWC: uint64[B] from (B, C, H, W) or (B, T, C, H, W)."""
     channels_last = np.moveaxis(np.asarray(pictures), -3, -1)
     return np.array([xxhash.xxh3_64_intdigest(np.ascontiguousarray(one).data) for one in channels_last], dtype=np.uint64)
+
+
+def message_digests(columns: Sequence[Sequence[Any]]) -> NDArray[np.uint64]:
+    """xxh3-64 of each sample's rendered fields as JSON: uint64[B] from one list of B values per field."""
+    return np.array([xxhash.xxh3_64_intdigest(_json_text(fields).encode()) for fields in zip(*columns, strict=True)], dtype=np.uint64)
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def joined(parts: Sequence[Mapping[str, NDArray[Any]]]) -> Rows:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ingest.engine.dataset import Dataset
 from ingest.errors import DatasetError, SettingsError
+from ingest.language.stage import stage_of
 from train_integration.checkpoints import load_checkpoint, save_checkpoint
 from train_integration.collate import to_torch
 from train_integration.config import RankShard
@@ -164,7 +165,8 @@ class _Recorder:
         """Records one step."""
         delivery = self._stream.delivery
         assert delivery is not None  # set with every batch
-        rows = order_rows(delivery, self._rank, batch, self._plan.cameras, digests=self._plan.digests)
+        recipe = stage_of(self._stream.description.config.recipe)
+        rows = order_rows(delivery, self._rank, batch, self._plan.cameras, digests=self._plan.digests, recipe=recipe)
         self._pending = self._ledger.add_rows.remote(self._attempt, delivery.segment, self._rank, rows, None)
         if self._rank == 0 and step % self._plan.log_every == 0:
             totals = self._stream.counters.totals()

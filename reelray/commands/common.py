@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -18,6 +18,8 @@ from ingest.plan import PlanSettings
 from ingest.settings import DEFAULT_STREAMING_SEED
 
 if TYPE_CHECKING:
+    from ingest.engine.dataset import Dataset
+    from ingest.language.stage import RenderStage
     from ingest.storage.base import Store
     from ingest.storage.locations import Location
 
@@ -28,6 +30,9 @@ Flat = tyro.conf.OmitArgPrefixes
 Strategy = Literal["lanes", "remaining", "round_robin", "sequential", "episode_sequential", "reservoir"]
 Tail = Literal["exact", "drop_tail", "pad", "loop"]
 Share = Literal["episodes", "frame_exact", "cost"]
+RecipePolicy = Literal["error", "fallback", "drop"]
+
+_EPISODES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,78 @@ class ReadArguments(PlaceArguments):
     def selected(self, text: str | None) -> tuple[int, ...] | None:
         """Episode numbers out of an option's text."""
         return None if text is None else tuple(parse_episodes(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeArguments:
+    """Which language recipe renders the samples."""
+
+    recipe: str | None = None
+    """Language recipe: a YAML file, or a shipped one (subtask, subtask_joint, subtask_mem, subtask_mem_vqa_speech)."""
+    recipe_policy: RecipePolicy = "fallback"
+    """Annotated frames on which the recipe does not apply: their task alone trains (or they leave without one), they leave, or an error."""
+    on_ambiguous: RecipePolicy = "error"
+    """Frames whose rows are ambiguous or malformed."""
+    messages_key: str = "messages"
+    """Key of the messages in a batch."""
+    streams_key: str = "message_streams"
+    """Key of the stream of each message."""
+    targets_key: str = "target_message_indices"
+    """Key of the positions of the supervised messages."""
+    rephrasings_win: bool = False
+    """Let task_aug rows replace the sample's task."""
+    lerobot_batches: bool = False
+    """Render frames without rows by the recipe, as LeRobot does inside batches."""
+
+    def stage(self) -> RenderStage | None:
+        """The recipe's stage, or None without a recipe.
+
+        Raises:
+            ObjectNotFoundError: no such recipe.
+            RecipeError: the recipe is invalid; names line and place.
+            SettingsError: an option that has no meaning without a recipe.
+        """
+        if self.recipe is None:
+            idle = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+            if idle:
+                raise SettingsError(f"{', '.join(idle)} has no meaning without --recipe")
+            return None
+        from ingest.language.recipe_file import load_recipe
+        from ingest.language.stage import RenderStage
+
+        return RenderStage(
+            load_recipe(self.recipe),
+            self.recipe_policy,
+            self.on_ambiguous,
+            messages_key=self.messages_key,
+            streams_key=self.streams_key,
+            targets_key=self.targets_key,
+            rephrasings_win=self.rephrasings_win,
+            lerobot_batches=self.lerobot_batches,
+        )
+
+
+def language_report(dataset: Dataset) -> dict[str, Any] | None:
+    """What a recipe makes of the selection: coverage, ambiguous frames and the frames that leave; None without one."""
+    from ingest.language.coverage import coverage_summary
+
+    return None if dataset.language is None else coverage_summary(dataset.language)
+
+
+def print_language(report: Mapping[str, Any] | None) -> None:
+    """Writes what a person needs to know of ``language_report``."""
+    if report is None:
+        return
+    shares = [f"{entry['outcome']} {entry['frames']:,}" for entry in report["outcomes"] if entry["frames"]]
+    print(f"recipe: {report['kept_frames']:,} of {report['frames']:,} frames stay; {', '.join(shares)}")
+    for name in report["never_rendered"]:
+        print(f"recipe branch {name} renders on no frame")
+    for episode, ranges in list(report["leaving"].items())[:_EPISODES_SHOWN]:
+        print(f"episode {episode}: frames {', '.join(f'{start}..{stop - 1}' for start, stop in ranges)} leave the selection")
+    if len(report["leaving"]) > _EPISODES_SHOWN:
+        print(f"… {len(report['leaving']) - _EPISODES_SHOWN} more episodes lose frames (--json lists all)")
+    for fault in report["faults"][:_EPISODES_SHOWN]:
+        print(f"ambiguous: episode {fault['episode']}, frame {fault['frame']}: {fault['message']}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,19 @@ from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, PlanReport, plan_epoch, report_plan
-from reelray.commands.common import Flat, OrderArguments, ReadArguments, Source, human_bytes, print_facts, print_json, print_table
+from reelray.commands.common import (
+    Flat,
+    OrderArguments,
+    ReadArguments,
+    RecipeArguments,
+    Source,
+    human_bytes,
+    language_report,
+    print_facts,
+    print_json,
+    print_language,
+    print_table,
+)
 
 _CONSUMERS_SHOWN = 64
 
@@ -26,6 +38,7 @@ class Plan:
     """Location of the dataset."""
     order_options: Flat[OrderArguments] = field(default_factory=OrderArguments)
     read: Flat[ReadArguments] = field(default_factory=ReadArguments)
+    language: Flat[RecipeArguments] = field(default_factory=RecipeArguments)
     order: Path | None = None
     """Write the planned order to this parquet file, with the columns and step numbers of `reelray stream`."""
     max_steps: int | None = None
@@ -52,6 +65,7 @@ class Plan:
             plan=order.settings(),
             read=self.read.options(),
             damage=self.read.damage,
+            recipe=self.language.stage(),
             lane_frames=order.lane_frames,
             episodes=self.read.selected(self.read.episodes),
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
@@ -108,6 +122,7 @@ def _report_json(src: str, plan: EpochPlan, report: PlanReport, dataset: Dataset
         "units": len(plan.units),
         "rank_peak_bytes": report.rank_peak_bytes.tolist(),
         "skipped": damage.to_json(),
+        "language": language_report(dataset),
         **report.to_dict(),
     }
 
@@ -147,3 +162,4 @@ def _show(plan: EpochPlan, report: PlanReport, dataset: Dataset, damage: DamageR
         print(f"… {len(report.rank) - _CONSUMERS_SHOWN} more consumers (--json lists all)")
     for record in damage.records:
         print(f"skipped episode {record.episode} ({record.frames} frames): {record.message}")
+    print_language(language_report(dataset))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
+from reelray.commands.common import Flat, PlaceArguments
+
 if TYPE_CHECKING:
     from ingest.language.preview import Picture
     from ingest.lerobot.source import Source
@@ -34,6 +36,7 @@ class RecipeCheck:
     """Recipe file, or the name of a shipped recipe (subtask, subtask_joint, subtask_mem, subtask_mem_vqa_speech)."""
     source: str | None = None
     """Dataset whose cameras the recipe must match."""
+    place: Flat[PlaceArguments] = field(default_factory=PlaceArguments)
     json: bool = False
     """Print JSON."""
     html: Path | None = None
@@ -46,7 +49,7 @@ class RecipeCheck:
         from ingest.language.lint import check_recipe
         from ingest.language.recipe_file import read_recipe
 
-        cameras = None if self.source is None else _cameras(_open(self.source))
+        cameras = None if self.source is None else _cameras(_open(self.source, self.place))
         report = check_recipe(read_recipe(self.file), cameras)
         _show(report, self.json, self.html, report.to_html)
         return 1 if self.strict and report.warnings else 0
@@ -62,6 +65,7 @@ class RecipeCoverage:
     """Recipe file or the name of a shipped recipe."""
     episodes: tuple[int, ...] = ()
     """Episodes to look at; all by default."""
+    place: Flat[PlaceArguments] = field(default_factory=PlaceArguments)
     policy: Literal["error", "fallback", "drop"] = "fallback"
     """What becomes of annotated frames on which the recipe does not apply."""
     on_ambiguous: Literal["error", "fallback", "drop"] = "fallback"
@@ -80,7 +84,7 @@ class RecipeCoverage:
         from ingest.language.stage import RenderStage
 
         stage = RenderStage(load_recipe(self.recipe), self.policy, self.on_ambiguous)
-        report = CoverageReport(plan_language(stage, read_language(_open(self.source), self.episodes or None)))
+        report = CoverageReport(plan_language(stage, read_language(_open(self.source, self.place), self.episodes or None)))
         _show(report, self.json, self.html, report.to_html)
         return 1 if report.plan.faults else 0
 
@@ -97,6 +101,7 @@ class RecipeRender:
     """Episode index."""
     frame: int
     """Frame number in the episode."""
+    place: Flat[PlaceArguments] = field(default_factory=PlaceArguments)
     json: bool = False
     """Print JSON."""
     html: Path | None = None
@@ -109,7 +114,7 @@ class RecipeRender:
         from ingest.language.recipe_file import load_recipe
         from ingest.language.stage import RenderStage
 
-        source = _open(self.source)
+        source = _open(self.source, self.place)
         (language,) = read_language(source, [self.episode])
         stage = RenderStage(load_recipe(self.recipe), on_ambiguous="fallback")
         preview = preview_frame(stage, language, self.frame, _cameras(source))
@@ -123,8 +128,9 @@ class RecipeStyles:
 
     source: Annotated[str, Positional, tyro.conf.arg(metavar="SRC")]
     """Dataset."""
-    episodes: tuple[int, ...] = field(default=())
+    episodes: tuple[int, ...] = ()
     """Episodes to look at; all by default."""
+    place: Flat[PlaceArguments] = field(default_factory=PlaceArguments)
     json: bool = False
     """Print JSON."""
     html: Path | None = None
@@ -135,17 +141,16 @@ class RecipeStyles:
         from ingest.language.episode import read_language
         from ingest.language.inventory import style_report
 
-        source = _open(self.source)
+        source = _open(self.source, self.place)
         report = style_report(read_language(source, self.episodes or None), _cameras(source))
         _show(report, self.json, self.html, report.to_html)
         return 1 if any(finding.severity == "error" for finding in report.findings) else 0
 
 
-def _open(location: str) -> Source:
+def _open(location: str, place: PlaceArguments) -> Source:
     from ingest.lerobot.source import open_source
-    from ingest.storage.stores import open_store
 
-    return open_source(open_store(location))
+    return open_source(place.store(location), allow_unknown_version=place.allow_unknown_version)
 
 
 def _cameras(source: Source) -> Sequence[str]:

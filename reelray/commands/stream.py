@@ -10,7 +10,17 @@ import numpy as np
 
 from ingest.errors import SettingsError
 from ingest.plan import plan_epoch
-from reelray.commands.common import Flat, OrderArguments, ReadArguments, Source, print_facts, print_json
+from reelray.commands.common import (
+    Flat,
+    OrderArguments,
+    ReadArguments,
+    RecipeArguments,
+    Source,
+    language_report,
+    print_facts,
+    print_json,
+    print_language,
+)
 from train_integration.options import StreamConfig, open_stream
 
 
@@ -22,12 +32,13 @@ class Stream:
     """Location of the dataset."""
     order_options: Flat[OrderArguments] = field(default_factory=OrderArguments)
     read: Flat[ReadArguments] = field(default_factory=ReadArguments)
+    language: Flat[RecipeArguments] = field(default_factory=RecipeArguments)
     engine: Literal["ray", "local"] = "ray"
     """Ray Train workers with read tasks and decode actors, or the single-process engine."""
     order: Path | None = None
     """Write the order of delivery to this parquet file, with a digest of every picture."""
     digests: bool = True
-    """Add digest:<camera> columns to the order file."""
+    """Add digest:<camera> columns, and with a recipe digest:messages, to the order file."""
     max_steps: int | None = None
     """Stop after that many batches per rank."""
     cursor_in: Path | None = None
@@ -63,6 +74,7 @@ class Stream:
             plan=order.settings(),
             read=self.read.options(),
             damage=self.read.damage,
+            recipe=self.language.stage(),
             decode=self.decode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=order.byte_budget_gb,
@@ -114,6 +126,7 @@ class Stream:
             "steps": int(summary.rows["step"].max()) + 1 if len(summary.rows["step"]) else 0,
             "attempts": summary.attempts,
             "skipped": summary.skipped,
+            "language": language_report(dataset),
             "seconds": round(summary.seconds, 3),
             "first_batch_s": summary.first_batch_s,
             "samples_per_s": delivered / summary.seconds if summary.seconds else 0.0,
@@ -123,8 +136,9 @@ class Stream:
         if self.json:
             print_json(report)
         else:
-            shown = {name: value for name, value in report.items() if name not in {"counters", "skipped"}}
+            shown = {name: value for name, value in report.items() if name not in {"counters", "skipped", "language"}}
             print_facts({name.replace("_", " "): "none" if value is None else value for name, value in shown.items()})
             for record in summary.skipped:
                 print(f"skipped episode {record['episode']} ({record['frames']} frames): {record['message']}")
+            print_language(language_report(dataset))
         return 0

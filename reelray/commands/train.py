@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ingest.errors import SettingsError
 from ingest.plan import PlanSettings
 from ingest.settings import DEFAULT_STREAMING_SEED, DEFAULT_TRAIN_SEED
-from reelray.commands.common import Share, Strategy, parse_windows, print_facts, print_json
+from reelray.commands.common import (
+    Flat,
+    RecipeArguments,
+    Share,
+    Strategy,
+    language_report,
+    parse_windows,
+    print_facts,
+    print_json,
+    print_language,
+)
+
+if TYPE_CHECKING:
+    from ingest.language.stage import RenderStage
 
 _LOG = logging.getLogger("reelray.train")
 _CONFIG = "train_config.json"
@@ -79,8 +92,11 @@ class Train:
     policy: PolicyArguments = field(default_factory=PolicyArguments)
     output_dir: Path = Path("outputs/train")
     """Checkpoints, order of delivery, log and report."""
+    language: Flat[RecipeArguments] = field(default_factory=RecipeArguments)
     resume: bool = False
-    """Go on with the run in output_dir; seed and order are those stored there."""
+    """Go on with the run in output_dir; seed, order and recipe are those stored there."""
+    other_recipe: bool = False
+    """With --resume and --recipe: go on with another recipe; weights are kept, the epoch begins again."""
     batch_size: int = 8
     """Samples of a batch, per rank."""
     steps: int = 1000
@@ -135,8 +151,10 @@ class Train:
         if self.policy.type not in POLICIES:
             raise SettingsError(f"policy.type {self.policy.type!r} is not known; there is {', '.join(POLICIES)}")
         seed, strategy = self._stored_order() if self.resume else (self.seed, self.dataset.streaming_sampling_strategy)
+        stage = self._resumed_recipe() if self.resume else self.language.stage()
         self._explain()
-        description, dataset = open_stream(self.location(), self.stream_config(seed, strategy), **self.dataset_options())
+        config = replace(self.stream_config(seed, strategy), recipe=stage)
+        description, dataset = open_stream(self.location(), config, **self.dataset_options())
         plan = make_plan(
             dataset,
             steps=self.steps,
@@ -147,6 +165,7 @@ class Train:
             log_every=self.log_freq,
             digests=self.digests,
             step_s=self.step_s,
+            other_recipe=self.other_recipe,
         )
         from actors.manager import PoolSettings
 
@@ -160,9 +179,12 @@ class Train:
             resume=self.resume,
         )
         self.output_dir.mkdir(parents=True, exist_ok=True)
+        described = None if stage is None else stage.describe()
         if not self.resume:
-            stored = asdict(self) | {"seed": seed, "output_dir": str(self.output_dir)}
+            stored = asdict(self) | {"seed": seed, "output_dir": str(self.output_dir), "language": described}
             (self.output_dir / _CONFIG).write_text(json.dumps(stored, indent=1), encoding="utf-8")
+        elif self.other_recipe:
+            (self.output_dir / _CONFIG).write_text(json.dumps(self._stored() | {"language": described}, indent=1), encoding="utf-8")
         with ray_session(cpus=most + (self.decode_actors or 2), address=self.address):
             result = run_training(description, plan, settings)
         losses = [entry["loss"] for entry in result.log]
@@ -177,6 +199,7 @@ class Train:
             "checkpoint": result.checkpoint,
             "epochs": [asdict(one) for one in coverage(description, result.rows, self.world_size)] if self.max_world_size is None else [],
             "skipped": description.damage.to_json(),
+            "language": language_report(dataset),
         }
         if self.json:
             print_json(report)
@@ -185,9 +208,10 @@ class Train:
                 {
                     key.replace("_", " "): "none" if value is None else value
                     for key, value in report.items()
-                    if key not in {"epochs", "skipped"}
+                    if key not in {"epochs", "skipped", "language"}
                 }
             )
+            print_language(report["language"])
             for epoch in report["epochs"]:
                 print(", ".join(f"{name} {value}" for name, value in epoch.items()))
         return 0
@@ -239,13 +263,35 @@ class Train:
             byte_budget_gb=data.streaming_byte_budget_gb,
         )
 
-    def _stored_order(self) -> tuple[int | None, Strategy]:
+    def _stored(self) -> dict[str, Any]:
         path = self.output_dir / _CONFIG
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            return stored["seed"], stored["dataset"]["streaming_sampling_strategy"]
-        except (OSError, ValueError, KeyError) as error:
+            return stored | {"order": (stored["seed"], stored["dataset"]["streaming_sampling_strategy"])}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingsError(f"{path} cannot be read ({error}): there is no run to resume in {self.output_dir}") from error
+
+    def _stored_order(self) -> tuple[int | None, Strategy]:
+        return self._stored()["order"]
+
+    def _resumed_recipe(self) -> RenderStage | None:
+        """The run's own recipe, which is stored with it, or the one given where it is the same or another one is asked for.
+
+        Raises:
+            SettingsError: another recipe is given; the difference is named.
+        """
+        from ingest.language.stage import RenderStage, stage_differences
+
+        described = self._stored().get("language")
+        given = self.language.stage()
+        if given is None and not self.other_recipe:
+            return None if described is None else RenderStage.described(described)
+        differences = stage_differences(described, None if given is None else json.loads(json.dumps(given.describe())))
+        if differences and not self.other_recipe:
+            raise SettingsError(
+                f"the run in {self.output_dir} has another recipe ({'; '.join(differences)}): leave --recipe out, or ask for --other_recipe"
+            )
+        return given
 
     def _explain(self) -> None:
         if self.dataset.streaming_encoding:
