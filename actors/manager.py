@@ -121,3 +121,9 @@ def start_manager(settings: PoolSettings | None = None) -> ActorHandle:
         )
     ray.get(ready)
     return manager
+
+
+def stop_services(manager: ActorHandle | None) -> None:
+    """Ends a job's manager, and with it every service that it made. The end of the driver does the same."""
+    if manager is not None:
+        ray.kill(manager)

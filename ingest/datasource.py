@@ -33,10 +33,14 @@ from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData, pack_unit, unpack_unit
-from ingest.errors import DamagedDataError, ReelrayError, StorageError
+from ingest.errors import DamagedDataError, ReelrayError, SettingsError, StorageError
+from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.source import Source
 from ingest.storage.base import Store
 from ingest.video.index import VideoIndex
+
+LANGUAGE_KEY = "language"
+"""Column of `read_episodes` that holds an episode's annotations, packed (see `AnnotationRows`)."""
 
 UNITS_PER_TASK = 64
 """Units that one read task yields: a task that is lost is run again from its first unit."""
@@ -260,6 +264,8 @@ class EpisodeTableDatasource(Datasource):
 
     def __init__(self, dataset: Dataset, job: ray.ObjectRef[ReadJob]) -> None:
         super().__init__()
+        # Ray's mixin reads and replaces this, but leaves making it to the subclass.
+        self._projection_map: dict[str, str] | None = None
         self._job = job
         self._episodes = dataset.selection
         self._lengths = dataset.lengths
@@ -279,7 +285,8 @@ class EpisodeTableDatasource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        columns = self._get_data_columns()
+        projection = self.get_projection_map()
+        columns = None if projection is None else list(projection)
         count = max(1, min(parallelism, len(self._episodes)))
         edges = np.linspace(0, len(self._episodes), count + 1).astype(int).tolist()
         return [self._task(start, stop, columns, per_task_row_limit) for start, stop in pairwise(edges)]
@@ -310,11 +317,13 @@ def _episode_blocks(job: ReadJob, episodes: NDArray[np.int64], lengths: NDArray[
             spec,
             cameras=tuple(key for key in spec.cameras if key in wanted),
             images=tuple(key for key in spec.images if key in wanted),
-            columns=tuple(key for key in spec.columns if key in wanted),
+            columns=tuple(key for key in spec.columns if key in wanted or (key in LANGUAGE_COLUMNS and LANGUAGE_KEY in wanted)),
         )
+    # State rows go into the block once, packed; as columns they would be repeated on every frame.
+    arrays = replace(spec, columns=tuple(key for key in spec.columns if key not in LANGUAGE_COLUMNS))
     counters = Counters()
     reader = UnitReader(job.source, job.index, spec, counters)
-    assembler = BatchAssembler(spec, job.source.store, as_uint8=True)
+    assembler = BatchAssembler(arrays, job.source.store, as_uint8=True)
     for episode, length in zip(episodes.tolist(), lengths.tolist(), strict=True):
         unit = reader.read(UnitRequest(0, episode, 0, length))
         pictures = DecodedUnits(spec, job.source.store.url, counters)
@@ -323,7 +332,9 @@ def _episode_blocks(job: ReadJob, episodes: NDArray[np.int64], lengths: NDArray[
             PlannedSamples(np.zeros(length, np.int64), frames, np.zeros(length, np.bool_), 0, 0), {0: unit}, pictures.bind({0: unit})
         )
         row: dict[str, Any] = {"episode": [episode], "length": [length], "task": [batch["task"][0]]}
-        for key in (*spec.cameras, *spec.images, *spec.columns):
+        if unit.rows.language is not None:
+            row[LANGUAGE_KEY] = [unit.rows.language.pack()]
+        for key in (*spec.cameras, *spec.images, *arrays.columns):
             value = batch[key]
             row[key] = np.ascontiguousarray(value)[None] if isinstance(value, np.ndarray) else [value]
         yield BlockAccessor.batch_to_block({key: row[key] for key in row if columns is None or key in columns})
@@ -340,7 +351,8 @@ def read_episodes(
     """A plain Ray Dataset with one row per episode.
 
     Rows hold ``episode``, ``length``, ``task`` (of the first frame), every stored feature as an array of shape
-    (length, *feature shape), and every camera as uint8 (length, C, H, W). ``Dataset.select_columns`` is pushed down:
+    (length, *feature shape), and every camera as uint8 (length, C, H, W). Annotations are one column ``language``, packed, so
+    that state rows are not repeated on every frame: ``AnnotationRows.unpack(row["language"]).raw(frame)``. ``Dataset.select_columns`` is pushed down:
     cameras that are not selected are neither fetched nor decoded.
 
     Args:
@@ -354,6 +366,8 @@ def read_episodes(
         DatasetError: the dataset cannot be read as asked.
     """
     dataset = open_dataset(source, episodes=episodes, options=options, return_uint8=True, **read_options)
+    if dataset.render is not None:
+        raise SettingsError("read_episodes delivers episodes as stored: render samples with iter_samples or a SampleStream")
     datasource = EpisodeTableDatasource(dataset, ray.put(ReadJob.of(dataset)))
     blocks = min(len(dataset.selection), 200)
     return ray.data.read_datasource(datasource, override_num_blocks=blocks, concurrency=concurrency)

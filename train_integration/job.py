@@ -12,7 +12,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from actors.manager import PoolSettings, start_manager
+from actors.manager import PoolSettings, start_manager, stop_services
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, plan_epoch
@@ -134,6 +134,8 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
         result: Any = trainer.fit()
     except Exception as error:
         raise typed_cause(error) from error
+    finally:
+        stop_services(manager)
     rows: Rows = ray.get(ledger.columns.remote())
     summary: dict[str, Any] = ray.get(ledger.summary.remote())
     log: list[dict[str, float]] = ray.get(ledger.training_log.remote())

@@ -136,9 +136,10 @@ def work_list(plan: EpochPlan, rank: int, spec: SampleSpec, lengths: EpisodeLeng
         first, last = ranked.step_of(worker, admission.first), ranked.step_of(worker, admission.last)
         columns.append((np.full(len(first), worker), admission.entry, admission.bytes, np.maximum(first, start), last))
     worker, entry, nbytes, first, last = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    extra = _filler(ranked, plan.settings.batch_size)
-    if extra is not None and ranked.steps > ranked.turns.total:
-        last = np.where((worker == extra[0]) & (entry == extra[1]), ranked.steps - 1, last)
+    filler_worker, filler = ranked.filler
+    filler_entry = int(filler.entry[0])
+    if filler_entry >= 0 and ranked.steps > ranked.turns.total:
+        last = np.where((worker == filler_worker) & (entry == filler_entry), ranked.steps - 1, last)
     alive = np.flatnonzero((last >= start) & (first < stop))
     alive = alive[np.lexsort((np.arange(len(alive)), first[alive]))]
     worker, entry, nbytes, first, last = worker[alive], entry[alive], nbytes[alive], first[alive], last[alive]
@@ -161,32 +162,21 @@ def work_list(plan: EpochPlan, rank: int, spec: SampleSpec, lengths: EpisodeLeng
             key = int(key_of[number][row])
             needed[key] = frames
             lo[key], hi[key] = int(frames.min()), int(frames.max()) + 1
-    filler_key = -1
-    if extra is not None:
-        filler_key = int(key_of[extra[0]][extra[1]])
-    elif ranked.steps > start:
-        sample = next(ranked.batches(start, start + 1))
-        unit, frame = int(sample.unit[0]), int(sample.frame[0])
+    if filler_entry >= 0:
+        filler_key = int(key_of[filler_worker][filler_entry])
+    else:
         filler_key = len(first)
+        unit, frame = int(filler.unit[0]), int(filler.frame[0])
         dataset = np.append(dataset, int(plan.units.dataset[unit]))
         episode = np.append(episode, int(plan.units.episode[unit]))
         lo, hi = np.append(lo, frame), np.append(hi, frame + 1)
         nbytes = np.append(nbytes, int(plan.units.bytes[unit]))
-        first, last = np.append(first, start), np.append(last, ranked.steps - 1)
+        first = np.append(first, min(ranked.turns.total, ranked.steps))
+        last = np.append(last, ranked.steps - 1)
     listed = UnitList(np.arange(len(episode), dtype=np.int64), dataset.astype(np.int32), episode, lo, hi, nbytes.astype(np.int64))
     pictures = _pictures(spec, listed, lengths)
     size = plan.settings.batch_size
     return WorkList(listed, first, last, pictures, needed, size, ranked, plan.epoch, start, stop, tuple(key_of), filler_key)
-
-
-def _filler(ranked: RankPlan, batch_size: int) -> tuple[int, int] | None:
-    """Worker and piece of the sample that fills batches beyond the rank's own, or None when the rank owns nothing."""
-    if not ranked.turns.total:
-        return None
-    worker, number = ranked.turns.worker_at(ranked.turns.total - 1)
-    order = ranked.orders[worker]
-    last = min((number + 1) * batch_size, len(order))
-    return worker, int(order.span(last - 1, last).entry[0])
 
 
 def _left(order: Order, done: int, entries: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:

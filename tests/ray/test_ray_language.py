@@ -12,7 +12,7 @@ import yaml
 from actors.manager import PoolSettings
 from ingest.errors import CursorError, SettingsError
 from ingest.language import RenderStage, load_recipe
-from ingest.language.episode import read_language
+from ingest.language.episode import AnnotationRows, read_language
 from ingest.language.importing import Span, rows_from_spans, state_row
 from ingest.language.write import write_annotations
 from ingest.lerobot.make import MakeOptions, make_dataset
@@ -132,3 +132,19 @@ def _state_into(description, folder: Path) -> None:
     )
     assert np.all(description.units.frames > 0)
     stream.load_state_dict(state)
+
+
+def test_plain_ray_data_holds_state_rows_once_per_episode(annotated: Path) -> None:
+    from ingest.datasource import read_episodes
+
+    expected = {language.episode: language.rows for language in read_language(open_source(LocalStore.at(annotated)))}
+    rows = read_episodes(annotated, cameras=()).take_all()
+    assert not {"language_persistent", "language_events"} & set(rows[0])
+    for row in rows:
+        found = AnnotationRows.unpack(row["language"])
+        assert [found.raw(frame) for frame in range(row["length"])] == [
+            expected[row["episode"]].raw(frame) for frame in range(row["length"])
+        ]
+        assert row["language"].count(b"grasp") == (row["episode"] < 4)
+    with pytest.raises(SettingsError, match="as stored"):
+        read_episodes(annotated, recipe="subtask")

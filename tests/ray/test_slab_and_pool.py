@@ -94,6 +94,8 @@ def test_a_deadly_call_is_quarantined_and_its_neighbours_survive() -> None:
 
     from actors.pool_client import DecodePoolClient
 
+    # Workers cannot import a test module.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actor: Any = ray.remote(Fragile)
     actors = [actor.options(num_cpus=0, max_restarts=-1, max_task_retries=0).remote() for _ in range(2)]
     counters = Counters()
