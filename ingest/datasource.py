@@ -352,8 +352,8 @@ def read_episodes(
 
     Rows hold ``episode``, ``length``, ``task`` (of the first frame), every stored feature as an array of shape
     (length, *feature shape), and every camera as uint8 (length, C, H, W). Annotations are one column ``language``, packed, so
-    that state rows are not repeated on every frame: ``AnnotationRows.unpack(row["language"]).raw(frame)``. ``Dataset.select_columns`` is pushed down:
-    cameras that are not selected are neither fetched nor decoded.
+    that state rows are not repeated on every frame: ``AnnotationRows.unpack(row["language"]).raw(frame)``.
+    ``Dataset.select_columns`` is pushed down: cameras that are not selected are neither fetched nor decoded.
 
     Args:
         source: local directory, or an opened store.
