@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,9 @@ def verify_sidecar(
         spec = archive.spec
         if store is not None:
             now = describe_source(store, paths or spec.paths, repo_id=spec.repo_id, revision=spec.revision, data_root=spec.data_root)
+            if not now.stable:
+                # A source without identities never matches; its files can still be compared.
+                now = replace(now, fingerprints=spec.fingerprints)
             difference = mismatch(now, spec)
             if difference is not None:
                 findings.append(Finding(None, f"it does not describe the source as it is now: {difference}"))
