@@ -1,0 +1,130 @@
+"""The same commands on the same dataset wherever it lies: a folder, a web server, the Hub, a bucket, memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import huggingface_hub
+import pyarrow.parquet as pq
+import pytest
+from servers.hub import HubEmulator
+from servers.ranges import RangeServer
+
+from ingest.lerobot.make import MakeOptions, make_dataset
+from ingest.storage.executor import close_executor
+from ingest.storage.http import close_connections
+from reelray.cli import main
+
+CAMERA = "observation.images.cam0"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made") / "set"
+    make_dataset(root, MakeOptions(episodes=3, frames="6:9", cameras=1, size=(32, 64), gop=3, video_files=2))
+    return root
+
+
+@pytest.fixture
+def hub(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubEmulator]:
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    files = {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    with HubEmulator() as emulator:
+        emulator.tokens = {"hf_PLANTEDREAD": "read", "hf_PLANTEDWRITE": "write"}
+        emulator.add_dataset("o/n", files, private=True)
+        emulator.add_bucket("o/b", {f"a/{path}": data for path, data in files.items()}, private=True)
+        monkeypatch.setenv("HF_ENDPOINT", emulator.endpoint)
+        monkeypatch.setenv("HF_TOKEN", "hf_PLANTEDWRITE")
+        yield emulator
+        assert emulator.leaked == []
+        huggingface_hub.close_session()
+
+
+@pytest.fixture(params=["folder", "web", "hub", "name", "bucket", "memory"])
+def place(request: pytest.FixtureRequest, made: Path) -> Iterator[list[str]]:
+    """Arguments that name the dataset."""
+    kind: str = request.param
+    if kind == "folder":
+        yield [str(made)]
+    elif kind == "web":
+        files = {f"a/{path.relative_to(made).as_posix()}": path.read_bytes() for path in made.rglob("*") if path.is_file()}
+        with RangeServer(files) as server:
+            yield [f"{server.url}/a"]
+    elif kind == "memory":
+        memory: Any = fsspec.filesystem("memory")
+        memory.pipe({f"/a/{path.relative_to(made).as_posix()}": path.read_bytes() for path in made.rglob("*") if path.is_file()})
+        yield ["memory://a"]
+        memory.store.clear()
+        memory.pseudo_dirs[:] = [""]
+    else:
+        request.getfixturevalue("hub")
+        yield {"hub": ["hf://datasets/o/n@main"], "name": ["o/n", "--revision", "main"], "bucket": ["hf://buckets/o/b/a"]}[kind]
+    close_executor()
+    close_connections()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(*arguments: object, status: int = 0) -> str:
+        capsys.readouterr()
+        found = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert found == status, captured.err
+        assert "PLANTED" not in captured.out + captured.err
+        return captured.err if status else captured.out
+
+    return call
+
+
+def test_commands_do_not_care_where_a_dataset_is(place: list[str], made: Path, run: Callable[..., str], tmp_path: Path) -> None:
+    wanted, found = (json.loads(run("inspect", *where, "--json")) for where in ([made], place))
+    assert {key: found[key] for key in wanted if key != "location"} == {key: wanted[key] for key in wanted if key != "location"}
+    assert run("doctor", *place)
+    orders = []
+    for number, where in enumerate(([made], place)):
+        order = tmp_path / f"{number}.parquet"
+        run("stream", *where, "--engine", "local", "--strategy", "lanes", "--batch-size", 4, "--order", order)
+        orders.append(pq.read_table(order).drop_columns(["t_ns"]))
+        run("plan", *where, "--strategy", "lanes", "--batch-size", 4, "--order", order)
+        planned = pq.read_table(order)
+        assert planned.equals(orders[-1].select(planned.column_names))
+    assert orders[0].equals(orders[1])
+    videos = []
+    for number, where in enumerate(([made], place)):
+        video = tmp_path / f"{number}.mp4"
+        run("episode", "export", where[0], 1, video, "--camera", CAMERA, *where[1:])
+        videos.append(video.read_bytes())
+    assert videos[0] == videos[1]
+    sidecar = tmp_path / "index.npz"
+    built = json.loads(run("sidecar", "build", *place, "--output", sidecar, "--json"))
+    assert (built["files"], built["samples"]) == (2, wanted["frames"])
+    run("sidecar", "verify", sidecar, place[0], *place[1:])
+
+
+@pytest.mark.parametrize(("text", "branch"), [("hf://datasets/o/n@main", "lerobot-sidecars"), ("hf://buckets/o/b/a", "none")])
+def test_sidecars_are_published_beside_their_dataset(hub: HubEmulator, run: Callable[..., str], text: str, branch: str) -> None:
+    published = json.loads(run("sidecar", "push", text, "--json"))
+    assert published["branch"] == branch
+    assert published["path"].startswith("meta/mp4-sidecars/mp4-v3-")
+    if branch == "none":
+        data = hub.buckets["o/b"].objects[f"a/{published['path']}"].data
+    else:
+        assert set(hub.repos["o/n"].branches) == {"main", branch}
+        data = None
+    if data is not None:
+        assert data == Path(published["sidecar"]).read_bytes()
+    again = json.loads(run("sidecar", "build", text, "--push", "--json"))
+    assert again["reused"]
+    assert again["published"].endswith(published["path"])
+
+
+def test_publishing_without_permission_says_so_first(hub: HubEmulator, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_PLANTEDREAD")
+    line = run("sidecar", "push", "hf://datasets/o/n@main", status=1)
+    assert "write permission" in line
+    assert "complete dataset sidecar" in run("sidecar", "build", "hf://datasets/o/n@main", "--episodes", 1, "--push", status=1)
+    assert set(hub.repos["o/n"].branches) == {"main"}
