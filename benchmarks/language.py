@@ -1,4 +1,4 @@
-"""What language rendering costs: microseconds per sample, share of a sample's cost, planning rate, bytes per episode.
+"""What language rendering costs: microseconds per sample, share of a training step, planning rate, bytes per episode.
 
 Run from the checkout: ``python benchmarks/language.py``; writes ``benchmarks/results/language.json``.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
+import statistics as statistics_module
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
-from ingest.engine.dataset import iter_samples, open_dataset
+from ingest.engine.dataset import Dataset, iter_samples, open_dataset
+from ingest.engine.rendering import render_batch
 from ingest.language import STATE_COLUMN, RenderStage, load_recipe, rows_array, shipped_recipes
 from ingest.language.coverage import plan_language
 from ingest.language.episode import AnnotationRows, EpisodeLanguage, read_language
@@ -26,9 +28,17 @@ from ingest.language.importing import Span, rows_from_spans, state_row
 from ingest.language.write import write_annotations
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.lerobot.source import open_source
+from ingest.plan import EpochPlan, PlanSettings, plan_epoch
 from ingest.storage.local import LocalStore
+from train_integration.decoding import InlineDecoding
+from train_integration.feed import LocalFeed
+from train_integration.options import StreamConfig, open_stream
+from train_integration.policy import BehaviourCloning
+from train_integration.stream import SampleStream
+from train_integration.training import feature_statistics
 
 PASSES = 5
+BATCH = 32
 
 
 def annotations_of(language: EpisodeLanguage, cameras: Sequence[str]) -> list[dict[str, Any]]:
@@ -56,7 +66,7 @@ def median_us(run: Callable[[], int]) -> float:
         started = time.perf_counter()
         count = run()
         results.append((time.perf_counter() - started) / count * 1e6)
-    return statistics.median(results)
+    return statistics_module.median(results)
 
 
 def through(stage: RenderStage, samples: Sequence[dict[str, Any]]) -> Callable[[], int]:
@@ -83,6 +93,74 @@ def broadcast_sizes() -> dict[str, int]:
     }
 
 
+def step_figures(root: Path, recipe: str) -> dict[str, Any]:
+    """Rendering as a share of a training step: a batch from the stream, behaviour cloning forward, backward and update.
+
+    Decoding is inline with one thread and the policy is small, so the share of a larger model is smaller.
+    """
+    config = StreamConfig(
+        plan=PlanSettings(strategy="lanes", batch_size=BATCH), recipe=recipe, decode="inline", decode_threads=1, decoded_budget_gb=0.3
+    )
+    description, dataset = open_stream(root, config)
+    spec = dataset.spec
+    statistics = {
+        key: (torch.from_numpy(mean), torch.from_numpy(std))
+        for key, (mean, std) in feature_statistics(dataset, ["action", "observation.state"]).items()
+    }
+    policy = BehaviourCloning(spec.cameras, "observation.state", statistics)
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    stream = SampleStream(
+        description,
+        0,
+        1,
+        LocalFeed(description.job),
+        lambda counters: InlineDecoding(1, "benchmark", counters),
+        decoded_bytes=300 << 20,
+    )
+    times: list[float] = []
+    with stream:
+        started = time.perf_counter()
+        for batch in stream:
+            optimiser.zero_grad(set_to_none=True)
+            policy.loss(batch).backward()
+            optimiser.step()
+            times.append(time.perf_counter() - started)
+            started = time.perf_counter()
+    raw = next(batch for _, batch in open_dataset(root, cameras=()).iter_batches(_one_epoch(dataset)))
+    stage = dataset.render
+    assert stage is not None
+    render_ms = median_us(lambda: len([render_batch(stage, raw) for _ in range(20)])) / 1e3
+    step_ms = statistics_module.median(times[1:]) * 1e3
+    return {
+        "batch_size": BATCH,
+        "step_ms": round(step_ms, 2),
+        "render_ms": round(render_ms, 3),
+        "share_of_step": round(render_ms / step_ms, 4),
+    }
+
+
+def _one_epoch(dataset: Dataset) -> EpochPlan:
+    return plan_epoch(dataset.units(), PlanSettings(strategy="lanes", batch_size=BATCH, dataset=dataset.fingerprint()))
+
+
+def unannotated_figures(root: Path) -> dict[str, float]:
+    """Opening and reading a dataset that has no annotation: without a recipe it does what it did before there were any."""
+
+    def opening(recipe: str | None) -> float:
+        return round(median_us(lambda: len([open_dataset(root, cameras=(), recipe=recipe)])) / 1e3, 2)
+
+    dataset = open_dataset(root, cameras=())
+    batches = [batch for _, batch in dataset.iter_batches(_one_epoch(dataset))]
+    stage = RenderStage(load_recipe("subtask_mem"))
+    rendering = median_us(lambda: sum(len(render_batch(stage, batch)["is_pad"]) for batch in batches))
+    return {
+        "open_ms": opening(None),
+        "open_ms_with_recipe": opening("subtask_mem"),
+        "stages_without_recipe": int(dataset.render is not None),
+        "render_us_per_sample_with_recipe": round(rendering, 2),
+    }
+
+
 def measure(folder: Path) -> dict[str, Any]:
     """All figures."""
     made = make_dataset(folder / "ds", MakeOptions(episodes=6, frames="150", cameras=2, size=(240, 320), gop=30))
@@ -90,6 +168,7 @@ def measure(folder: Path) -> dict[str, Any]:
     bare = list(read_language(source))
     dataset = open_dataset(made.root, return_uint8=True)
     engine_us = median_us(lambda: sum(1 for _ in iter_samples(dataset)))
+    unannotated = unannotated_figures(made.root)
     write_annotations(made.root, {language.episode: annotations_of(language, source.cameras) for language in bare})
     source = open_source(LocalStore.at(made.root))
     languages = list(read_language(source))
@@ -112,6 +191,8 @@ def measure(folder: Path) -> dict[str, Any]:
         "engine_us_per_sample": round(engine_us, 1),
         "read_annotations_us_per_frame": round(read_us, 2),
         "recipes": recipes,
+        "training_step": {name: step_figures(made.root, name) for name in ("subtask_mem", "subtask_mem_vqa_speech")},
+        "unannotated": unannotated,
         "unannotated_us_per_sample": {
             "no_recipe": round(median_us(through(RenderStage(None), plain)), 3),
             "with_recipe": round(median_us(through(RenderStage(load_recipe("subtask_mem")), plain)), 3),

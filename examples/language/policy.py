@@ -131,17 +131,31 @@ def losses_of(model: nn.Module, batch: Mapping[str, Any], chats: Chats, camera: 
     return Losses(text, off)
 
 
+class LossOf(nn.Module):
+    """A policy whose ``forward`` is its two losses: ranks that train together exchange gradients once per forward call."""
+
+    def __init__(self, policy: TextPolicy, camera: str) -> None:
+        super().__init__()
+        self.policy = policy
+        self.camera = camera
+
+    def forward(self, batch: Mapping[str, Any], chats: Chats) -> tuple[Tensor, Tensor]:
+        """Text and action loss of one batch."""
+        losses = losses_of(self.policy, batch, chats, self.camera)
+        return losses.text, losses.action
+
+
 def train_on(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], vocabulary: Vocabulary, camera: str, optimiser: torch.optim.Optimizer
+    loss_of: nn.Module, batches: Iterable[Mapping[str, Any]], vocabulary: Vocabulary, optimiser: torch.optim.Optimizer
 ) -> list[tuple[float, float]]:
-    """One optimiser step per batch; returns the text and action loss of each step."""
+    """One optimiser step per batch; ``loss_of`` is a `LossOf`, wrapped or not. Returns text and action loss of each step."""
     history: list[tuple[float, float]] = []
     for batch in batches:
-        losses = losses_of(model, batch, flatten_chats(batch, vocabulary), camera)
+        text, action = loss_of(batch, flatten_chats(batch, vocabulary))
         optimiser.zero_grad(set_to_none=True)
-        (losses.text + losses.action).backward()
+        (text + action).backward()
         optimiser.step()
-        history.append((float(losses.text.detach()), float(losses.action.detach())))
+        history.append((float(text.detach()), float(action.detach())))
     return history
 
 

@@ -1,4 +1,4 @@
-"""The whole way of an annotated dataset, in one process: make, check, look, train.
+"""The whole way of an annotated dataset, in one process: make, check, look, train. ``ray_train.py`` trains on a cluster.
 
 Run from the checkout: ``python examples/language/train.py --folder FOLDER``.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from data import make_annotated
-from policy import TextPolicy, Vocabulary, action_error, train_on
+from policy import LossOf, TextPolicy, Vocabulary, action_error, train_on
 
 from ingest.engine import open_dataset
 from ingest.engine.dataset import Dataset
@@ -77,12 +77,12 @@ def run(folder: Path, epochs: int, batch_size: int) -> dict[str, float]:
     source = make_annotated(folder / "dataset")
     vocabulary = inspect(source, folder)
     camera = source.cameras[0]
-    dataset = open_dataset(source.store, render=RenderStage(load_recipe(RECIPE)), return_uint8=True)
+    dataset = open_dataset(source.store, recipe=RECIPE, return_uint8=True)
     model = TextPolicy(len(vocabulary), picture=source.info.features[camera].picture_shape[:2], state=4, action=4)
     optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
     text = action = 0.0
     for epoch in range(epochs):
-        history = train_on(model, epoch_batches(dataset, epoch, batch_size), vocabulary, camera, optimiser)
+        history = train_on(LossOf(model, camera), epoch_batches(dataset, epoch, batch_size), vocabulary, optimiser)
         text, action = (sum(step[part] for step in history) / len(history) for part in (0, 1))
         print(f"epoch {epoch}: text loss {text:.3f}, action loss {action:.4f}")
     batches = list(epoch_batches(dataset, epochs, batch_size))
