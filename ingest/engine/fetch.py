@@ -16,13 +16,14 @@ import pyarrow as pa
 from ingest.engine.counters import Counters
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData, UnitRows, localise
-from ingest.errors import DamagedDataError, LanguageError, PictureCountError, RowsError
+from ingest.errors import ChecksumError, DamagedDataError, LanguageError, PictureCountError, RowsError
+from ingest.language.columns import normalise_table
 from ingest.language.episode import AnnotationRows
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.rows import EpisodeRows, RowReader
 from ingest.lerobot.source import Source
+from ingest.video.fetch import SpanFetcher
 from ingest.video.index import VideoIndex
-from ingest.video.spans import picture_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class UnitReader:
         self._index = index
         self._spec = spec
         self._counters = counters
-        self._rows = RowReader(source)
+        self._rows = RowReader(source, normalise=normalise_table)
+        self._spans = SpanFetcher(source.store)
 
     def read(self, request: UnitRequest) -> UnitData:
         """Fetches one unit.
@@ -113,11 +115,15 @@ class UnitReader:
             # The other episodes of a file that is too short are whole.
             if request.episode in error.episodes:
                 raise
-        span = picture_span(table, range(file_first + first, file_first + stop))
-        data = b"".join(self._source.store.read_ranges(path, span.ranges))
-        self._counters.add("reelray_payload_bytes_read", span.nbytes)
-        self._counters.add("reelray_payload_bytes_needed", span.sample_bytes)
-        return localise(table, span, data, camera=camera, first=first)
+        try:
+            fetched = self._spans.fetch(table, range(file_first + first, file_first + stop))
+        except ChecksumError as error:
+            error.camera = camera
+            error.args = (f"{camera}: {error}", *error.args[1:])
+            raise
+        self._counters.add("reelray_payload_bytes_read", fetched.nbytes)
+        self._counters.add("reelray_payload_bytes_needed", fetched.span.sample_bytes)
+        return localise(fetched.table, fetched.span, b"".join(fetched.parts), camera=camera, first=first)
 
     def _with_episode(self, error: DamagedDataError, episode: int) -> DamagedDataError:
         error.dataset = error.dataset or self._source.store.url

@@ -135,9 +135,13 @@ def check_shapes(track: Track, form: PictureForm, feature: Feature) -> None:
         DecodeError: they differ and pictures are not resized.
     """
     height, width, _ = feature.picture_shape
-    if form.size is None and (track.table.height, track.table.width) != (height, width):
+    if form.size is not None:
+        return
+    # The track header may declare another size to show the pictures at; the coded size is what a decoder returns.
+    coded_height, coded_width, _ = form.writer().shape(track.table)
+    if (coded_height, coded_width) != (height, width):
         raise DecodeError(
-            f"{track.path}: pictures are {track.table.width}x{track.table.height}, but {feature.key} is declared as {width}x{height}; "
+            f"{track.path}: pictures are {coded_width}x{coded_height}, but {feature.key} is declared as {width}x{height}; "
             "correct meta/info.json, or set image_size",
             camera=track.camera,
             file=track.path,

@@ -157,6 +157,7 @@ def _cut(table: SampleTable, span: PictureSpan, size: int) -> SampleTable:
         presented_pts=table.presented_pts[pictures].astype(np.int64),
         sample_pts=table.sample_pts[lo:hi],
         gop_xxh3=None,
+        samples_before=table.samples_before + lo,
     )
 
 

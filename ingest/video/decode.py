@@ -58,6 +58,7 @@ def decode_pictures(
     picture_of = dict(zip(order, numbers.tolist(), strict=True))
     held: dict[int, av.VideoFrame] = {}
     due = 0
+    late = span.first + table.samples_before > 0
     buffers = payload_buffers(table, span, payload)
     verify_payload(table, span, buffers)
     for frame in _frames(table, span, buffers, _hidden_lead(table, span)):
@@ -70,7 +71,7 @@ def decode_pictures(
         if sample in held or picture < int(numbers[due]):
             raise _damaged(table, picture, "the decoder returned the picture twice")
         if frame.is_corrupt:
-            raise _damaged(table, picture, "the decoder marks the picture as damaged", late_start=span.first > 0)
+            raise _damaged(table, picture, "the decoder marks the picture as damaged", late_start=late)
         held[sample] = frame
         while due < len(order) and order[due] in held:
             yield int(numbers[due]), held.pop(order[due])
@@ -78,7 +79,7 @@ def decode_pictures(
         if due == len(order):
             return
     what = f"the decoder returned no such picture from samples {span.first}..{span.stop - 1}"
-    raise _damaged(table, int(numbers[due]), what, late_start=span.first > 0)
+    raise _damaged(table, int(numbers[due]), what, late_start=late)
 
 
 def decode_into(
@@ -143,7 +144,7 @@ def payload_buffers(table: SampleTable, span: PictureSpan, payload: Payload) -> 
 def _hidden_lead(table: SampleTable, span: PictureSpan) -> NDArray[np.bool_]:
     """[span] which samples are shown before the picture that decoding starts with: they may lack references."""
     ticks = table.dts[span.first : span.stop].astype(np.int64) + table.composition[span.first : span.stop]
-    return ticks < ticks[0] if span.first else np.zeros(len(ticks), np.bool_)
+    return ticks < ticks[0] if span.first + table.samples_before else np.zeros(len(ticks), np.bool_)
 
 
 def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], lead: NDArray[np.bool_]) -> Iterator[av.VideoFrame]:
@@ -158,7 +159,7 @@ def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], le
     keys[table.sync[slice(*np.searchsorted(table.sync, (span.first, span.stop)))].astype(np.int64) - span.first] = True
     depth = _reorder_depth(table, span)
     head = buffers[chunk[0]][at[0] : at[0] + min(sizes[0], HEAD_BYTES)]
-    if span.first and can_start(entries[descriptions[0]], bytes(head)) is False:
+    if span.first + table.samples_before and can_start(entries[descriptions[0]], bytes(head)) is False:
         raise _damaged(table, int(span.wanted[0]), f"sample {span.first} is declared a key picture and is none", late_start=True)
     current = -1
     decoder: VideoCodecContext | None = None

@@ -41,6 +41,23 @@ def can_start(entry: SampleEntry, head: bytes) -> bool | None:
             return None
 
 
+def is_complete(entry: SampleEntry, head: bytes) -> bool | None:
+    """Whether a decoder that begins with a sample shows that sample's picture, and every picture after it.
+
+    Args:
+        entry: how the sample is coded.
+        head: its first bytes.
+
+    Returns:
+        False where it is no entry point at all; None for H.264 entry points that may need a lead-in (intra refresh), or whose
+        bytes do not tell; True otherwise.
+    """
+    entered = can_start(entry, head)
+    if entered is False or entry.decoder != "h264":
+        return entered is not False
+    return True if entered and _h264_recovers_at_once(head, length_size(entry) or 4) else None
+
+
 def length_size(entry: SampleEntry) -> int | None:
     """Bytes of the length before every coded unit of a sample; None for codecs without such lengths."""
     at = {"h264": 4, "hevc": 21}.get(entry.decoder)
@@ -73,6 +90,36 @@ def _h264(head: bytes, length_size: int) -> bool | None:
             return None if slice_type is None else slice_type % 5 in (2, 4)
         if kind in (2, 3, 4):
             return False
+    return None
+
+
+def _h264_recovers_at_once(head: bytes, length_size: int) -> bool:
+    """Whether the picture is IDR, or its recovery point message says that no picture after it is needed for recovery."""
+    for unit in _units(head, length_size):
+        kind = unit[0] & 31
+        if kind in (1, 5):
+            return kind == 5
+        if kind == 6 and _recovery_frames(unit) == 0:
+            return True
+    return False
+
+
+def _recovery_frames(message: bytes) -> int | None:
+    """Recovery frame count of an SEI unit; None where it has no recovery point message."""
+    position = 1
+    while position + 1 < len(message):
+        sizes: list[int] = []
+        for _ in range(2):
+            value = 0
+            while position < len(message) and message[position] == 0xFF:
+                value, position = value + 255, position + 1
+            if position >= len(message):
+                return None
+            sizes.append(value + message[position])
+            position += 1
+        if sizes[0] == 6:
+            return _Bits(message[position : position + 8]).exp_golomb()
+        position += sizes[1]
     return None
 
 
