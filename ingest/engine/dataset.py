@@ -24,6 +24,7 @@ from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units, keep_runs
 from ingest.errors import DamagedDataError, DatasetError, SelectionError, SettingsError
+from ingest.language.audit import AnnotationFinding
 from ingest.language.coverage import LanguagePlan
 from ingest.language.episode import check_declared
 from ingest.language.stage import RecipeLike, stage_of
@@ -43,6 +44,8 @@ _LOG = logging.getLogger("reelray.engine")
 DECODED_CACHE_BYTES = 2 << 30
 """Decoded pictures that the single-process engine keeps, at most."""
 
+
+_FINDINGS_LOGGED = 10
 
 _HELD_UNITS = 256
 """Fetched units that the single-process engine keeps, at most."""
@@ -369,7 +372,14 @@ def open_dataset(
     check_declared(opened, int(kept[0]))
     language = None
     if stage is not None and stage.recipe is not None:
-        language = plan_recipe(opened, stage, kept, None if damage == "error" else drop)
+        findings: list[AnnotationFinding] = []
+        language = plan_recipe(opened, stage, kept, None if damage == "error" else drop, findings.append)
+        for finding in findings[:_FINDINGS_LOGGED]:
+            _LOG.warning("%s: %s", store.url, finding)
+        if len(findings) > _FINDINGS_LOGGED:
+            _LOG.warning(
+                "%s: %d more annotations are questionable: `reelray recipe styles` lists them", store.url, len(findings) - _FINDINGS_LOGGED
+            )
         kept = _without_dropped(opened, kept, report)
         kept = _supervised(opened, kept, language)
     render = chain(stage if language is None else language.stage, render)

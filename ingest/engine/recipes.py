@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.errors import DatasetError, SettingsError
+from ingest.language.audit import AnnotationFinding, audit_annotations
 from ingest.language.coverage import LanguagePlan, plan_language
-from ingest.language.episode import read_language
+from ingest.language.episode import EpisodeLanguage, read_language
 from ingest.language.stage import RenderStage
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.info import Info
@@ -79,7 +80,11 @@ def check_anchor(spec: SampleSpec) -> None:
 
 
 def plan_recipe(
-    source: Source, stage: RenderStage, selection: NDArray[np.int64], damaged: Callable[[int, DatasetError], None] | None
+    source: Source,
+    stage: RenderStage,
+    selection: NDArray[np.int64],
+    damaged: Callable[[int, DatasetError], None] | None,
+    found: Callable[[AnnotationFinding], None],
 ) -> LanguagePlan:
     """Judges every selected frame from the language columns; no picture is read.
 
@@ -88,10 +93,19 @@ def plan_recipe(
         stage: the stage that will render; it has a recipe.
         selection: int64[E], episodes.
         damaged: told of episodes whose rows cannot be read, which are left out; None raises.
+        found: told of everything questionable about the annotations, such as an unknown style.
 
     Raises:
         LanguageError: a frame cannot be rendered and its policy is ``error``; names episode, frame and style.
     """
     if not any(column in source.info.features for column in LANGUAGE_COLUMNS):
         stage = replace(stage, lerobot_batches=False)
-    return plan_language(stage, read_language(source, selection.tolist(), damaged=damaged))
+    cameras = (*source.cameras, *source.info.images)
+
+    def audited() -> Iterator[EpisodeLanguage]:
+        for language in read_language(source, selection.tolist(), damaged=damaged):
+            for finding in audit_annotations([language], cameras):
+                found(finding)
+            yield language
+
+    return plan_language(stage, audited())

@@ -8,11 +8,16 @@ from typing import Literal
 
 import numpy as np
 
-from ingest.errors import LanguageError
+from ingest.errors import DatasetError, LanguageError, RowsError
 from ingest.language.annotate import ambiguities
-from ingest.language.episode import EpisodeLanguage
+from ingest.language.episode import EpisodeLanguage, check_declared, read_language
 from ingest.language.rows import Row, StateRows, row_time
-from ingest.language.styles import EVENT_COLUMN, STATE_COLUMN, STYLES, column_for_style, validate_camera_field
+from ingest.language.styles import EVENT_COLUMN, LANGUAGE_COLUMNS, STATE_COLUMN, STYLES, column_for_style, validate_camera_field
+from ingest.lerobot.findings import Finding
+from ingest.lerobot.source import Source
+
+_LISTED = 200
+"""Findings about annotations that an audit of the whole dataset lists, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,34 @@ def audit_annotations(episodes: Iterable[EpisodeLanguage], cameras: Collection[s
             for row in events:
                 yield from _row(language.episode, frame, row, EVENT_COLUMN, cameras)
         yield from _episode(language)
+
+
+def audit_source(source: Source) -> list[Finding]:
+    """The annotations of a whole dataset as findings of `reelray doctor`; none without language columns. Reads no picture."""
+    found: list[Finding] = []
+    try:
+        check_declared(source)
+    except LanguageError as error:
+        return [Finding(f"language_{error.kind}", "error", str(error), file="meta/info.json")]
+    except RowsError:
+        # A shard without a readable footer is a finding of the files' own audit.
+        return []
+    if not any(column in source.info.features for column in LANGUAGE_COLUMNS):
+        return []
+
+    def unreadable(episode: int, error: DatasetError) -> None:
+        # Rows that are missing or damaged are findings of the files' own audit.
+        if isinstance(error, LanguageError):
+            found.append(Finding(f"language_{error.kind}", "error", str(error), episode=episode))
+
+    for finding in audit_annotations(read_language(source, damaged=unreadable), (*source.cameras, *source.info.images)):
+        if len(found) == _LISTED:
+            found.append(Finding("language_more", "info", "more annotations are questionable: `reelray recipe styles` lists all"))
+            break
+        place = "" if finding.frame is None else f", frame {finding.frame}"
+        message = f"episode {finding.episode}{place}: {finding.message}"
+        found.append(Finding(f"language_{finding.kind}", finding.severity, message, episode=finding.episode, found=finding.style))
+    return found
 
 
 def _row(episode: int, frame: int | None, row: Row, column: str, cameras: Collection[str] | None) -> Iterator[AnnotationFinding]:

@@ -70,8 +70,7 @@ def normalise_column(array: pa.Array | pa.ChunkedArray, column: str) -> pa.Array
         return rows_array([], column)
     if pa.types.is_null(array.type):
         return cast("pa.Array", pa.nulls(len(array), _list_type(column, pa.string()))).cast(canonical_type(column))
-    if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
-        raise LanguageError(f"column {column} must hold lists of rows, found {array.type}", kind="bad_column_type")
+    check_lists(array, column)
     lists = cast("pa.ListArray", array)
     values, lengths = list_values(lists)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -134,6 +133,17 @@ def single_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
         return array
     # Arrow has no empty array to hand out for a nested extension type.
     return array.combine_chunks() if array.num_chunks > 1 else array.chunk(0) if array.num_chunks else pa.nulls(0)
+
+
+def check_lists(array: pa.Array, column: str) -> None:
+    """Refuses a language column that does not hold lists of structs.
+
+    Raises:
+        LanguageError: names the column and the type found.
+    """
+    holds_lists = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    if not holds_lists or not (pa.types.is_struct(array.type.value_type) or pa.types.is_null(array.type.value_type)):
+        raise LanguageError(f"column {column} must hold lists of rows, found {array.type}", kind="bad_column_type")
 
 
 def list_values(lists: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ingest.errors import DatasetError, LanguageError, RowsError
-from ingest.language.columns import decode_rows, list_values, single_array
+from ingest.language.columns import check_lists, decode_rows, list_values, normalise_table, single_array
 from ingest.language.rows import Row, StateRows, mapping_rows
 from ingest.language.styles import EVENT_COLUMN, LANGUAGE_COLUMNS, STATE_COLUMN
 from ingest.lerobot.footercache import FooterCache
@@ -195,7 +195,7 @@ def read_language(
     check_declared(source)
     declared = [column for column in LANGUAGE_COLUMNS if column in source.info.features]
     numbers = [int(number) for number in source.episodes.episode_index] if episodes is None else list(episodes)
-    reader = RowReader(source)
+    reader = RowReader(source, normalise=normalise_table)
     for number in numbers:
         try:
             language = episode_language(reader.read(number, [*PLANNING_COLUMNS, *declared]), source.tasks)
@@ -237,6 +237,7 @@ def _states(column: pa.ChunkedArray | pa.Array | None, frames: int) -> tuple[tup
     if column is None or not frames or pa.types.is_null(column.type):
         return (), nothing
     lists = single_array(column)
+    check_lists(lists, STATE_COLUMN)
     values, lengths = list_values(lists)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     used = np.flatnonzero(lengths)
@@ -263,6 +264,7 @@ def _events(column: pa.ChunkedArray | pa.Array | None) -> dict[int, list[Row]]:
     if column is None or not len(column) or pa.types.is_null(column.type):
         return {}
     lists = single_array(column)
+    check_lists(lists, EVENT_COLUMN)
     lengths = np.nan_to_num(lists.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)
     frames = np.flatnonzero(lengths)
     if not len(frames):

@@ -114,10 +114,17 @@ class RowReader:
     """Reads episodes of one source and keeps the footers of the last files.
 
     Thread-safe; holds no open file.
+
+    Args:
+        source: the dataset.
+        cached_footers: footers kept.
+        normalise: brings a table of one file to types that go together with those of other files; it is asked only for an
+            episode whose files disagree. None leaves that to Arrow.
     """
 
-    def __init__(self, source: Source, *, cached_footers: int = 64) -> None:
+    def __init__(self, source: Source, *, cached_footers: int = 64, normalise: Callable[[pa.Table], pa.Table] | None = None) -> None:
         self._source = source
+        self._normalise = normalise
         self._footers = FooterCache(source.store, cached_footers)
 
     def read(self, episode: int, columns: Sequence[str] | None = None) -> EpisodeRows:
@@ -159,7 +166,10 @@ class RowReader:
             if len(arrays) == len(values):
                 numbers[key] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # type: ignore[assignment]
             else:
-                others[key] = _join([part.select([key]) for _, part in parts], key, fail)
+                tables = [part.select([key]) for _, part in parts]
+                if self._normalise is not None and any(table.schema.types != tables[0].schema.types for table in tables):
+                    tables = [self._normalise(table) for table in tables]
+                others[key] = _join(tables, key, fail)
         return EpisodeRows(episode, length, keys, numbers, others, warnings, source.info, source.store, fail)
 
     def _part(self, path: str, episode: int, keys: Sequence[str]) -> pa.Table:

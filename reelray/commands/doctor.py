@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ingest.errors import DatasetError, StorageError
 from ingest.lerobot.doctor import audit
+from ingest.lerobot.findings import AuditReport
 from ingest.lerobot.windows import DEFAULT_TOLERANCE_S
+from ingest.storage.base import Store
 from ingest.video.index import ProbingIndex
 from reelray.commands.common import Flat, PlaceArguments, Source, progress_bar
+
+
+def with_annotations(report: AuditReport, store: Store, *, allow_unknown_version: bool) -> AuditReport:
+    """The report with what is questionable about the language annotations, where the dataset can be opened at all."""
+    from ingest.language.audit import audit_source
+    from ingest.lerobot.source import open_source
+
+    try:
+        found = audit_source(open_source(store, allow_unknown_version=allow_unknown_version))
+    except (DatasetError, StorageError):
+        # The report says why.
+        return report
+    return replace(
+        report, findings=tuple(sorted((*report.findings, *found), key=lambda one: ("error", "warning", "info").index(one.severity)))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +61,7 @@ class Doctor:
                 allow_unknown_version=self.place.allow_unknown_version,
                 progress=progress,
             )
+        report = with_annotations(report, store, allow_unknown_version=self.place.allow_unknown_version)
         status = report.exit_status
         left_out = 0 if self.limit is None else max(0, len(report.findings) - self.limit)
         if left_out:

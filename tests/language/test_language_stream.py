@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from ingest.datasource import ReadJob
 from ingest.engine import ReadOptions, open_dataset
 from ingest.engine.unit import pack_unit, unpack_unit
-from ingest.errors import CursorError, LanguageError, RecipeError, SelectionError, SettingsError
+from ingest.errors import CursorError, LanguageError, RecipeError, RowsError, SelectionError, SettingsError
 from ingest.language import MessagesToTask, RenderStage, load_recipe
 from ingest.language.episode import read_language
 from ingest.language.importing import Span, rows_from_spans, state_row
@@ -249,7 +251,6 @@ def test_lerobot_batches_render_frames_without_rows_by_the_recipe(root):
 
 
 def test_a_language_column_that_is_not_declared_is_refused_without_a_recipe_too(root, tmp_path):
-    import shutil
 
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
@@ -278,3 +279,84 @@ def test_job_reads_language_through_ray_blocks_once(root):
         _, unit, _ = unpack_row(table, 0)
         assert len(unit.rows.language) == unit.hi
     assert counts["grasp"] == 4
+
+
+def rewritten(root, copy, change):
+    """A copy of the dataset whose data files are what ``change`` makes of their tables."""
+    import pyarrow.parquet as pq
+
+    shutil.copytree(root, copy)
+    for number, path in enumerate(sorted(copy.glob("data/*/*.parquet"))):
+        pq.write_table(change(number, pq.read_table(path)), path)
+    return copy
+
+
+def test_a_column_that_holds_no_rows_is_damage_with_its_episode(root, tmp_path):
+    def numbers(_, table):
+        place = table.schema.get_field_index("language_persistent")
+        return table.set_column(place, "language_persistent", pa.array(range(table.num_rows), pa.int64()))
+
+    copy = rewritten(root, tmp_path / "copy", numbers)
+    with pytest.raises(RowsError, match=r"episode 2: .*language_persistent"):
+        open_dataset(copy, cameras=()).sample(2, 0)
+    with pytest.raises(LanguageError, match="episode 0"):
+        open_dataset(copy, cameras=(), recipe="subtask")
+    with pytest.raises(SelectionError, match="every selected episode is damaged"):
+        open_dataset(copy, cameras=(), recipe="subtask", damage="skip_episode")
+
+
+def test_physical_variants_of_the_files_give_the_same_samples(root, oracle, tmp_path):
+    def variant(number, table):
+        events, states = (table.schema.get_field_index(name) for name in ("language_events", "language_persistent"))
+        table = table.set_column(events, "language_events", pa.nulls(table.num_rows))
+        lists = [
+            [{**row, "timestamp": float(row["timestamp"]), "tool_calls": None, "extra": 1} for row in rows]
+            for rows in table.column(states).to_pylist()
+        ]
+        return table.set_column(states, "language_persistent", pa.array(lists)) if number == 0 else table
+
+    copy = rewritten(root, tmp_path / "copy", variant)
+    dataset = open_dataset(copy, recipe=DROPPING, cameras=())
+    assert {int(sample["index"]): tuple(sample[key] for key in LISTS) for sample in map(dataset.__getitem__, range(len(dataset)))} == oracle
+
+
+def test_an_episode_whose_files_disagree_is_normalised_before_they_are_joined(tmp_path):
+    import pyarrow.parquet as pq
+
+    made = make_dataset(tmp_path / "ds", MakeOptions(episodes=1, frames="10", cameras=1, size=(32, 64), gop=5))
+    (language,) = read_language(open_source(LocalStore.at(made.root)))
+    calls = [{"type": "function", "function": {"name": "say", "arguments": {"text": "yes"}}}]
+    rows = [{"role": "assistant", "style": None, "content": None, "tool_calls": calls, "frame": frame} for frame in (2, 7)]
+    write_annotations(made.root, {0: rows + rows_from_spans([Span(0, 10, "reach")], language.timestamps)})
+    (path,) = sorted(made.root.glob("data/*/*.parquet"))
+    table = pq.read_table(path)
+    pq.write_table(table.slice(0, 5), path)
+    place = table.schema.get_field_index("language_events")
+    told = [[{"role": "assistant", "content": None, "style": None, "tool_calls": calls}] if frame == 7 else [] for frame in range(5, 10)]
+    pq.write_table(table.slice(5).set_column(place, "language_events", pa.array(told)), path.with_name("file-001.parquet"))
+    dataset = open_dataset(made.root, recipe={"messages": [{"role": "user", "content": "${task}", "stream": "low_level"}]}, cameras=())
+    unit = dataset.reader().read(_request(dataset, 0, 0, 10))
+    assert [unit.rows.language.raw(frame)["language_events"][0]["tool_calls"] for frame in (2, 7)] == [calls, calls]
+
+
+def test_what_is_questionable_is_told_at_the_opening_and_by_the_doctor(root, tmp_path, caplog, capsys):
+    from reelray.cli import main
+
+    def unknown(_, table):
+        place = table.schema.get_field_index("language_persistent")
+        lists = [
+            [{**row, "style": "mood" if row["style"] == "memory" else row["style"]} for row in rows]
+            for rows in table.column(place).to_pylist()
+        ]
+        return table.set_column(place, "language_persistent", pa.array(lists))
+
+    copy = rewritten(root, tmp_path / "copy", unknown)
+    with caplog.at_level("WARNING", "reelray.engine"):
+        open_dataset(copy, recipe="subtask", cameras=())
+    assert "episode 0: language_persistent" in caplog.text
+    assert "'mood'" in caplog.text
+    main(["doctor", str(copy), "--json"])
+    codes = {(one["code"], one["episode"]) for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert ("language_unknown_style", 0) in codes
+    main(["doctor", str(root), "--json"])
+    assert not [one for one in json.loads(capsys.readouterr().out)["findings"] if one["code"].startswith("language")]
