@@ -17,6 +17,7 @@ from ingest.engine.checks import check_selection, first_of
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.fetch import UnitReader, UnitRequest
+from ingest.engine.indexing import IndexedSource, IndexOptions, open_index
 from ingest.engine.pictures import PictureForm, decode_run, groups, located
 from ingest.engine.recipes import FrameRuns, check_anchor, plan_recipe, rendering_options
 from ingest.engine.rendering import RenderStage, chain, render_batch, render_one
@@ -37,7 +38,8 @@ from ingest.settings import DEFAULT_STREAMING_SEED
 from ingest.storage.base import Store
 from ingest.storage.locations import parse_location
 from ingest.storage.stores import open_store
-from ingest.video.index import ProbingIndex, VideoIndex
+from ingest.video.index import VideoIndex
+from ingest.video.sidecar.lookup import SidecarIndex
 
 _LOG = logging.getLogger("reelray.engine")
 
@@ -162,6 +164,11 @@ class Dataset:
     def row_reader(self) -> RowReader:
         """A reader of tabular rows alone."""
         return RowReader(self.source)
+
+    @property
+    def payload_checked(self) -> bool:
+        """Whether fetched video bytes are compared with checksums before they are decoded."""
+        return isinstance(self.index, SidecarIndex) and self.index.has_checksums
 
     def fingerprint(self) -> str:
         """Digest of what an order over this dataset depends on, the recipe included; equal for every copy of the dataset."""
@@ -308,6 +315,7 @@ def open_dataset(
     damage: DamagePolicy = "error",
     allow_unknown_version: bool = False,
     index: VideoIndex | None = None,
+    indexing: IndexOptions | None = None,
     **read_options: Any,
 ) -> Dataset:
     """Opens a LeRobotDataset v3 for reading.
@@ -329,7 +337,8 @@ def open_dataset(
         damage: ``error`` refuses a dataset whose files do not hold the selected rows and their pictures;
             ``skip_episode`` drops those episodes whole and reports them in ``Dataset.damage``.
         allow_unknown_version: also read a missing or future codebase version.
-        index: sample tables; None reads file heads as needed.
+        index: sample tables; None finds or builds the dataset's MP4 sidecar as ``indexing`` says.
+        indexing: whether and how a sidecar is found or built.
         **read_options: fields of `ReadOptions`.
 
     Raises:
@@ -339,10 +348,12 @@ def open_dataset(
     """
     if options is not None and read_options:
         raise SettingsError(f"give either options or {', '.join(read_options)}, not both")
+    location = None
     if not isinstance(source, str | Path):
         store = source
     else:
-        store = open_store(parse_location(source, repo_type=repo_type, root=root, revision=revision))
+        location = parse_location(source, repo_type=repo_type, root=root, revision=revision)
+        store = open_store(location)
     stage = stage_of(recipe)
     opened = open_source(store, allow_unknown_version=allow_unknown_version)
     for warning in opened.warnings:
@@ -352,7 +363,7 @@ def open_dataset(
     if stage is not None:
         check_anchor(spec)
     selection = select_episodes(opened, episodes, exclude_episodes)
-    index = index or ProbingIndex(store)
+    index = index or open_index(IndexedSource.of(opened, location), indexing or IndexOptions())
     repairs = len(opened.warnings)
     opened, damaged = check_selection(opened, index, spec, selection)
     for warning in opened.warnings[repairs:]:

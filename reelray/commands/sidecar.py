@@ -10,48 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ingest import settings
+from ingest.engine.indexing import IndexedSource
 from ingest.errors import ObjectNotFoundError, SettingsError, SidecarError
 from reelray.commands.common import Flat, PlaceArguments, human_bytes, print_facts, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from ingest.lerobot.source import Source
-    from ingest.storage.base import Store
     from ingest.video.sidecar.build import BuildProgress, Progress
     from ingest.video.sidecar.publish import PublishedSidecar
 
 Positional = tyro.conf.Positional
 OptionalSource = Annotated[str | None, Positional, tyro.conf.arg(metavar="SRC")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedSource:
-    """A dataset whose videos are indexed.
-
-    Attributes:
-        source: its metadata.
-        store: where the videos are read from.
-        paths: every video file, sorted, each once.
-        repo_id: recorded name.
-        revision: recorded revision.
-        data_root: recorded location of the videos.
-    """
-
-    source: Source
-    store: Store
-    paths: list[str]
-    repo_id: str
-    revision: str
-    data_root: str
-
-    def identity(self) -> dict[str, Any]:
-        """What a sidecar records about its source."""
-        return {"repo_id": self.repo_id, "revision": self.revision, "data_root": self.data_root}
-
-    def first_episodes(self, count: int) -> list[str]:
-        """Video files of the first ``count`` episodes."""
-        episodes = self.source.episodes.episode_index[:count].tolist()
-        found = {self.source.pictures(int(episode), camera)[0] for episode in episodes for camera in self.source.cameras}
-        return sorted(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +54,13 @@ class SidecarSource:
         if self.data_root is not None and self.data_root != place:
             payload = PlaceArguments().location(self.data_root)
             store = PlaceArguments().store(self.data_root)
-        name = Path(location.url).expanduser().resolve().name if location.is_local else location.url
-        return IndexedSource(
-            source=source,
+        return IndexedSource.of(
+            source,
+            location,
             store=store,
-            paths=sorted({path for camera in source.maps.values() for path in camera.paths}),
-            repo_id=self.repo_id or location.repo_id or name,
-            revision=self.revision or location.revision or source.info.version,
-            data_root=self.data_root if self.data_root is not None and payload.is_local else store.url,
+            repo_id=self.repo_id,
+            revision=self.revision,
+            data_root=self.data_root if payload.is_local else None,
         )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from ingest import settings
-from ingest.errors import ObjectNotFoundError, SidecarError
+from ingest.errors import ObjectNotFoundError, SidecarError, StorageError
 from ingest.storage.base import Store
 from ingest.video.files import is_reported, locked, remove_leftovers, replacing, storage_failure
 from ingest.video.layout import MAX_PROBE_BYTES
@@ -30,6 +30,9 @@ from ingest.video.sidecar.spec import PUBLISHED_FOLDER, SidecarSpec, describe_so
 
 _LOG = logging.getLogger(__name__)
 _COPY_BYTES = 1 << 20
+
+Published = Store | Callable[[], Store | None] | None
+"""Read access to where sidecars are published, what gives it when it is needed, or None to look nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def resolve_sidecar(
     revision: str,
     data_root: str | None = None,
     cache_home: Path | None = None,
-    published: Store | None = None,
+    published: Published = None,
     workers: int = DEFAULT_WORKERS,
     max_probe_bytes: int = MAX_PROBE_BYTES,
     checksums: bool = False,
@@ -76,7 +79,7 @@ def resolve_sidecar(
         revision: branch, tag, commit or codebase version.
         data_root: location as the user gave it; the store's own by default.
         cache_home: LeRobot's cache folder; ``HF_LEROBOT_HOME`` by default.
-        published: read access to where sidecars are published; None looks nowhere.
+        published: where sidecars are published.
         workers: files indexed concurrently when it must be built.
         max_probe_bytes: most metadata bytes read from one file.
         checksums: when it must be built, read the payload once and record checksums.
@@ -127,12 +130,19 @@ def _cached(target: Path, spec: SidecarSpec, home: Path) -> ResolvedSidecar | No
         return ResolvedSidecar(target, archive.spec, "cache", archive.has_checksums)
 
 
-def _fetch(published: Store, spec: SidecarSpec, target: Path) -> bool:
+def _fetch(published: Store | Callable[[], Store | None], spec: SidecarSpec, target: Path) -> bool:
     """Copies the published sidecar into the cache when it is there, whole and of this source."""
     path = f"{PUBLISHED_FOLDER}/{spec.published().file_name()}"
     try:
+        place = published if isinstance(published, Store) else published()
+    except StorageError as error:
+        _LOG.warning("no look at published MP4 sidecars: %s", error)
+        return False
+    if place is None:
+        return False
+    try:
         with replacing(target, "cannot write the MP4 sidecar") as local:
-            _copy(published, path, local)
+            _copy(place, path, local)
             local.flush()
             with SidecarArchive(Path(local.name)) as archive:
                 difference = mismatch(spec, archive.spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import threading
 from collections import OrderedDict
@@ -13,15 +14,93 @@ from pathlib import Path
 from ingest import settings
 from ingest.errors import ObjectChangedError, SidecarError
 from ingest.storage.base import Store
+from ingest.storage.publish import published_store
 from ingest.video.layout import MAX_PROBE_BYTES
 from ingest.video.sidecar.archive import SidecarArchive
 from ingest.video.sidecar.build import DEFAULT_LOCK_TIMEOUT_S, DEFAULT_WORKERS, Progress
-from ingest.video.sidecar.cache import discard_mapped_index, prepare_mapped_index, resolve_sidecar
+from ingest.video.sidecar.cache import Published, discard_mapped_index, prepare_mapped_index, resolve_sidecar
 from ingest.video.sidecar.mapped import MappedIndex
 from ingest.video.tables import SampleTable
 
 _LOG = logging.getLogger(__name__)
 _TABLES_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexRequest:
+    """What it takes to find or build the index of a source on whatever machine asks.
+
+    Attributes:
+        store: rooted at the dataset's payload.
+        paths: every video file of the dataset.
+        repo_id: dataset name.
+        revision: branch, tag, commit or codebase version.
+        data_root: location as the user gave it; None is the store's own.
+        cache_home: LeRobot's cache folder; None is ``HF_LEROBOT_HOME`` of the machine that asks.
+        lock_timeout_s: longest wait for another process.
+        workers: files indexed concurrently when the sidecar must be built.
+        max_probe_bytes: most metadata bytes read from one file.
+        checksums: when it must be built, read the payload once and record checksums.
+    """
+
+    store: Store
+    paths: tuple[str, ...]
+    repo_id: str
+    revision: str
+    data_root: str | None = None
+    cache_home: Path | None = None
+    lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S
+    workers: int = DEFAULT_WORKERS
+    max_probe_bytes: int = MAX_PROBE_BYTES
+    checksums: bool = False
+
+    def key(self) -> str:
+        """Digest that tells requests for different sources apart."""
+        parts = (self.repo_id, self.revision, self.data_root or self.store.url, str(self.cache_home), self.paths)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+    def open(self, progress: Progress | None = None, *, published: Published = None) -> SidecarIndex:
+        """The index: a valid cached sidecar, else the published one, else one built here.
+
+        Args:
+            progress: called after every file of a build.
+            published: where sidecars are published; by default where the store's kind publishes them.
+
+        Raises:
+            VideoFormatError: a file cannot be indexed.
+            LockTimeoutError: another process held a lock for too long.
+            StorageError: source or cache cannot be read or written.
+            SidecarError: what was built does not match the source.
+        """
+        home = self.cache_home or settings.lerobot_home()
+        if not self.paths:
+            return SidecarIndex(None, home, "none", False, self.lock_timeout_s)
+        resolve = functools.partial(
+            resolve_sidecar,
+            self.store,
+            self.paths,
+            repo_id=self.repo_id,
+            revision=self.revision,
+            data_root=self.data_root,
+            cache_home=home,
+            published=published or functools.partial(published_store, self.store),
+            workers=self.workers,
+            max_probe_bytes=self.max_probe_bytes,
+            checksums=self.checksums,
+            lock_timeout_s=self.lock_timeout_s,
+            progress=progress,
+        )
+        resolved = resolve()
+        try:
+            mapped = resolved.mapped or prepare_mapped_index(resolved.path, cache_home=home, lock_timeout_s=self.lock_timeout_s)
+        except SidecarError as error:
+            # The manifest matched, but arrays are damaged, or LeRobot's record cannot tell what the file presents.
+            _LOG.warning("the MP4 sidecar is built anew: %s", error)
+            resolved = resolve(rebuild=True)
+            mapped = prepare_mapped_index(resolved.path, cache_home=home, lock_timeout_s=self.lock_timeout_s)
+        index = SidecarIndex(resolved.path, home, resolved.origin, resolved.has_checksums, self.lock_timeout_s, self)
+        index.use(mapped)
+        return index
 
 
 @dataclass(slots=True)
@@ -34,6 +113,7 @@ class SidecarIndex:
         origin: ``cache``, ``published``, ``built``, or ``none`` for a dataset without videos.
         has_checksums: whether payload can be verified; the stream's report says "payload unchecked" when not.
         lock_timeout_s: longest wait for another process that derives the index.
+        request: how to find the index again on a machine whose cache does not hold it; None for a file given by path.
     """
 
     sidecar: Path | None
@@ -41,6 +121,7 @@ class SidecarIndex:
     origin: str
     has_checksums: bool
     lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S
+    request: IndexRequest | None = None
     _mapped: MappedIndex | None = field(default=None, init=False, repr=False)
     _tables: OrderedDict[str, SampleTable] = field(default_factory=OrderedDict[str, SampleTable], init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -92,12 +173,17 @@ class SidecarIndex:
         if self._mapped is None:
             if self.sidecar is None:
                 raise SidecarError("the dataset has no video files, so it has no sidecar")
+            if self.request is not None and not self.sidecar.exists():
+                found = self.request.open()
+                self.sidecar, self.cache_home, self.origin = found.sidecar, found.cache_home, found.origin
+                return self.use(found.mapped)
             self._mapped = prepare_mapped_index(self.sidecar, cache_home=self.cache_home, lock_timeout_s=self.lock_timeout_s)
         return self._mapped
 
-    def use(self, mapped: MappedIndex) -> None:
+    def use(self, mapped: MappedIndex) -> MappedIndex:
         """Takes over a mapped index that was opened already."""
         self._mapped = mapped
+        return mapped
 
     def _load(self, path: str) -> SampleTable:
         try:
@@ -111,7 +197,7 @@ class SidecarIndex:
         return self.mapped.table(path)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (SidecarIndex, (self.sidecar, self.cache_home, self.origin, self.has_checksums, self.lock_timeout_s))
+        return (SidecarIndex, (self.sidecar, self.cache_home, self.origin, self.has_checksums, self.lock_timeout_s, self.request))
 
 
 def open_video_index(
@@ -125,7 +211,7 @@ def open_video_index(
     workers: int = DEFAULT_WORKERS,
     progress: Progress | None = None,
     *,
-    published: Store | None = None,
+    published: Published = None,
     max_probe_bytes: int = MAX_PROBE_BYTES,
     checksums: bool = False,
 ) -> SidecarIndex:
@@ -141,7 +227,7 @@ def open_video_index(
         lock_timeout_s: longest wait for another process.
         workers: files indexed concurrently when the sidecar must be built.
         progress: called after every file of a build.
-        published: read access to where sidecars are published; None looks nowhere.
+        published: where sidecars are published; by default where the store's kind publishes them.
         max_probe_bytes: most metadata bytes read from one file.
         checksums: when it must be built, read the payload once and record checksums.
 
@@ -151,35 +237,19 @@ def open_video_index(
         StorageError: source or cache cannot be read or written.
         SidecarError: what was built does not match the source.
     """
-    home = cache_home or settings.lerobot_home()
-    if not paths:
-        return SidecarIndex(None, home, "none", False, lock_timeout_s)
-    resolve = functools.partial(
-        resolve_sidecar,
-        source_store,
-        paths,
+    request = IndexRequest(
+        store=source_store,
+        paths=tuple(paths),
         repo_id=repo_id,
         revision=revision,
         data_root=data_root,
-        cache_home=home,
-        published=published,
+        cache_home=cache_home,
+        lock_timeout_s=lock_timeout_s,
         workers=workers,
         max_probe_bytes=max_probe_bytes,
         checksums=checksums,
-        lock_timeout_s=lock_timeout_s,
-        progress=progress,
     )
-    resolved = resolve()
-    try:
-        mapped = resolved.mapped or prepare_mapped_index(resolved.path, cache_home=home, lock_timeout_s=lock_timeout_s)
-    except SidecarError as error:
-        # The manifest matched, but arrays are damaged, or LeRobot's record cannot tell what the file presents.
-        _LOG.warning("the MP4 sidecar is built anew: %s", error)
-        resolved = resolve(rebuild=True)
-        mapped = prepare_mapped_index(resolved.path, cache_home=home, lock_timeout_s=lock_timeout_s)
-    index = SidecarIndex(resolved.path, home, resolved.origin, resolved.has_checksums, lock_timeout_s)
-    index.use(mapped)
-    return index
+    return request.open(progress, published=published)
 
 
 def open_sidecar_file(sidecar: Path, *, cache_home: Path | None = None) -> SidecarIndex:

@@ -298,7 +298,7 @@ def _table(record: dict[str, Any], extra: dict[str, Any], arrays: dict[str, NDAr
             edit_offset_ticks=extra["edit_offset_ticks"],
             timeline=Timeline(offset_ticks, empty_ticks, first_tick, stop_tick),
             gop_xxh3=cast("NDArray[np.uint64] | None", arrays.pop("gop_xxh3", None)),
-            **{name: read_only(array) for name, array in arrays.items()},
+            **cast("dict[str, Any]", {name: read_only(array) for name, array in arrays.items()}),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise SidecarError(f"{where}: incomplete record ({error})") from error
