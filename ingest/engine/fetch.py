@@ -2,7 +2,6 @@
 
 # pyarrow has no stubs.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
 # pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from ingest.engine.counters import Counters
+from ingest.engine.episodes import EpisodeReader
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData, UnitRows, localise
-from ingest.errors import ChecksumError, DamagedDataError, LanguageError, PictureCountError, RowsError
-from ingest.language.columns import normalise_table
-from ingest.language.episode import AnnotationRows
-from ingest.language.styles import LANGUAGE_COLUMNS
-from ingest.lerobot.rows import EpisodeRows, RowReader
+from ingest.errors import ChecksumError, DamagedDataError, PictureCountError
+from ingest.lerobot.rows import EpisodeRows
 from ingest.lerobot.source import Source
 from ingest.video.fetch import SpanFetcher
 from ingest.video.index import VideoIndex
@@ -58,7 +55,7 @@ class UnitReader:
         self._index = index
         self._spec = spec
         self._counters = counters
-        self._rows = RowReader(source, normalise=normalise_table)
+        self._rows = EpisodeReader(source, spec.stored_keys)
         self._spans = SpanFetcher(source.store)
 
     def read(self, request: UnitRequest) -> UnitData:
@@ -70,8 +67,8 @@ class UnitReader:
         """
         start = perf_counter()
         try:
-            rows = self._read_rows(request)
             length = int(self._source.episodes.length[self._source.episodes.row(request.episode)])
+            rows = self._read_rows(request, length)
             tracks = {camera: self._read_track(request, camera, length) for camera in self._spec.cameras}
         except DamagedDataError as error:
             raise self._with_episode(error, request.episode) from error
@@ -80,24 +77,16 @@ class UnitReader:
         self._counters.add("reelray_row_bytes_read", rows.nbytes)
         return UnitData(request.dataset, request.episode, request.lo, request.hi, length, rows, tracks)
 
-    def _read_rows(self, request: UnitRequest) -> UnitRows:
+    def _read_rows(self, request: UnitRequest, length: int) -> UnitRows:
         spec = self._spec
-        found = self._rows.read(request.episode, spec.stored_keys)
+        held = self._rows.read(request.episode, keep=request.hi - request.lo < length)
+        found = held.rows
         first, stop = spec.reach((*spec.columns, *spec.images), request.lo, request.hi, found.length)
         numbers = {key: values[first:stop] for key, values in found.numbers.items()}
         columns = {key: column.slice(first, stop - first) for key, column in found.others.items()}
-        language = self._language(request, columns, stop - first)
+        # Each frame carries all state rows of its episode, so any cut has them.
+        language = None if held.language is None else held.language.part(first, stop)
         return UnitRows(first, stop - first, numbers, pa.table(columns), self._tasks(found, first, stop), language)
-
-    def _language(self, request: UnitRequest, columns: dict[str, pa.ChunkedArray], length: int) -> AnnotationRows | None:
-        """Takes the language columns out of ``columns``. Each frame carries all state rows of its episode, so any cut has them."""
-        stored = {key: columns.pop(key) for key in LANGUAGE_COLUMNS if key in columns}
-        if not stored:
-            return None
-        try:
-            return AnnotationRows.from_columns(stored, length)
-        except LanguageError as error:
-            raise RowsError(f"episode {request.episode}: {error}", dataset=self._source.store.url, episode=request.episode) from error
 
     def _tasks(self, rows: EpisodeRows, first: int, stop: int) -> dict[int, str]:
         if "task_index" not in rows.numbers:

@@ -86,6 +86,14 @@ class AnnotationRows:
         """Both raw columns of a sample: what passes through when there is no recipe, and what a recipe renders."""
         return {STATE_COLUMN: self.state(frame), EVENT_COLUMN: self.frame_events(frame)}
 
+    def part(self, start: int, stop: int) -> AnnotationRows:
+        """The rows of some consecutive frames; state lists stay the same objects, those of no frame are left out."""
+        used, state_of = np.unique(self.state_of[start:stop], return_inverse=True)
+        states = tuple(self.states[position] for position in used.tolist() if position >= 0)
+        state_of = state_of.astype(np.int32) - int(len(states) < len(used))
+        events = {frame - start: rows for frame, rows in self.events.items() if start <= frame < stop}
+        return AnnotationRows(states, state_of, events)
+
     def pack(self) -> bytes:
         """UTF-8 JSON for a block or a message between processes; its size grows with the rows, not with the frames."""
         edges = np.flatnonzero(np.diff(self.state_of)) + 1
