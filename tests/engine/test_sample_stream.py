@@ -241,6 +241,28 @@ def test_a_limited_run_goes_on_where_it_stopped(small: Path) -> None:
     assert head + rest == [batch["index"].tolist() for _, batch in dataset.iter_batches(plan)]
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_limited_run_gives_every_slot_back(small: Path, steps: int) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=4, lane_frames=None)
+    with open_rank(description, 0, 1, max_steps=steps) as stream:
+        assert len(list(stream)) == steps
+    assert all(store.free == store.slots for store in stream.stores)
+
+
+def test_a_rank_that_is_done_before_the_others_resumes_with_nothing(small: Path) -> None:
+    description, _ = config(small, strategy="sequential", world_size=2, batch_size=3)
+    plan = plan_epoch(description.units, description.with_topology(world_size=2))
+    counts = [plan.rank(rank).steps for rank in (0, 1)]
+    assert counts[0] != counts[1]
+    cursor = plan.cursor_at(min(counts))
+    seen = [0, 0]
+    for rank in (0, 1):
+        with open_rank(description, rank, 2, cursor=cursor) as stream:
+            seen[rank] = len(list(stream))
+            assert stream.epoch == 1
+    assert seen == [counts[0] - min(counts), counts[1] - min(counts)]
+
+
 @pytest.mark.parametrize("pictures", [16, 4000])
 @pytest.mark.parametrize("strategy", ["lanes", "remaining", "sequential"])
 def test_damage_in_mid_epoch_drops_one_episode(damaged: tuple[Path, int, int], strategy: str, pictures: int) -> None:
@@ -311,7 +333,7 @@ def test_a_feed_that_never_answers_is_reported(small: Path) -> None:
     release = threading.Event()
 
     class Silent:
-        def units(self, wanted: Any, counters: Any) -> Iterator[Any]:
+        def units(self, wanted: Any, counters: Any, credits: Any) -> Iterator[Any]:
             release.wait(20)
             yield from ()
 
