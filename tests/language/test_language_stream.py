@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections import Counter
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from ingest.datasource import ReadJob
 from ingest.engine import ReadOptions, open_dataset
 from ingest.engine.unit import pack_unit, unpack_unit
 from ingest.errors import CursorError, LanguageError, RecipeError, RowsError, SelectionError, SettingsError
@@ -259,26 +257,6 @@ def test_a_language_column_that_is_not_declared_is_refused_without_a_recipe_too(
     (copy / "meta/info.json").write_text(json.dumps(info), encoding="utf-8")
     with pytest.raises(LanguageError, match="language_events"):
         open_dataset(copy, cameras=())
-
-
-def test_job_reads_language_through_ray_blocks_once(root):
-    """The row of a unit grows with the annotations, not with the frames that carry them."""
-    dataset = open_dataset(root, cameras=())
-    job = ReadJob.of(dataset)
-    counts = Counter()
-    from ingest.datasource import UnitList, _read_rows, unpack_row
-
-    lengths = dataset.lengths
-    units = UnitList(
-        *(np.asarray(column) for column in (np.arange(6), np.zeros(6, np.int32), dataset.selection, np.zeros(6, np.int64))),
-        hi=lengths,
-        nbytes=np.ones(6, np.int64),
-    )
-    for table in _read_rows(job, units):
-        counts["grasp"] += table.column("header")[0].as_py().count(b"grasp")
-        _, unit, _ = unpack_row(table, 0)
-        assert len(unit.rows.language) == unit.hi
-    assert counts["grasp"] == 4
 
 
 def rewritten(root, copy, change):
