@@ -19,9 +19,11 @@ from ingest.settings import DEFAULT_STREAMING_SEED
 
 if TYPE_CHECKING:
     from ingest.engine.dataset import Dataset
+    from ingest.engine.indexing import IndexOptions
     from ingest.language.stage import RenderStage
     from ingest.storage.base import Store
     from ingest.storage.locations import Location
+    from ingest.video.sidecar.build import BuildProgress
 
 Source = Annotated[str, tyro.conf.Positional]
 """Location of a dataset: a directory, OWNER/NAME, hf://…, s3://…, https://…, or another fsspec URL."""
@@ -99,6 +101,12 @@ class ReadArguments(PlaceArguments):
     """Height and width to which pictures are resized while they are decoded."""
     damage: Literal["error", "skip_episode"] = "error"
     """What to do about damaged episodes."""
+    use_sidecar: bool = True
+    """Find or build the MP4 sidecar; off reads the heads of video files as they are needed."""
+    sidecar_lock_timeout_s: float = 1800.0
+    """Longest wait for another process that builds the same sidecar, in seconds."""
+    sidecar_workers: int = 8
+    """Video files indexed at once when the sidecar must be built."""
 
     def options(self) -> ReadOptions:
         """As the engine's options."""
@@ -109,6 +117,11 @@ class ReadArguments(PlaceArguments):
             strict_time=self.strict_time,
             image_size=self.image_size,
         )
+
+    def keywords(self) -> dict[str, Any]:
+        """As keyword arguments of `open_dataset`."""
+        place = PlaceArguments.keywords(self)  # slots make the class anew, so super() would not find it
+        return place | {"indexing": index_options(self.use_sidecar, self.sidecar_lock_timeout_s, self.sidecar_workers)}
 
     def selected(self, text: str | None) -> tuple[int, ...] | None:
         """Episode numbers out of an option's text."""
@@ -264,6 +277,31 @@ def parse_windows(text: str | None) -> dict[str, list[float]] | None:
     if not isinstance(loaded, dict) or not all(isinstance(offsets, list) for offsets in loaded.values()):
         raise SettingsError("delta_timestamps must be a JSON object with a list of seconds for each feature")
     return loaded
+
+
+def index_options(use_sidecar: bool, lock_timeout_s: float, workers: int) -> IndexOptions:
+    """How an opened dataset gets its index: with a bar on a terminal, with log lines elsewhere."""
+    from ingest.engine.indexing import IndexOptions
+
+    progress = _IndexBar() if sys.stderr.isatty() else None
+    return IndexOptions(use_sidecar=use_sidecar, lock_timeout_s=lock_timeout_s, workers=workers, progress=progress)
+
+
+class _IndexBar:
+    """A bar that appears with the first indexed file and goes with the last."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, progress: BuildProgress) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=progress.total, unit=" files", desc="indexing videos", leave=False)
+        self._bar.update(progress.done - self._bar.n)
+        if progress.done == progress.total:
+            self._bar.close()
+            self._bar = None
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class Stream:
             "first_batch_s": summary.first_batch_s,
             "samples_per_s": delivered / summary.seconds if summary.seconds else 0.0,
             "counters": summary.counts,
-            "payload_checked": False,
+            "payload_checked": dataset.payload_checked,
         }
         if self.json:
             print_json(report)

@@ -16,6 +16,7 @@ from reelray.commands.common import (
     RecipeArguments,
     Share,
     Strategy,
+    index_options,
     language_report,
     parse_windows,
     print_facts,
@@ -226,7 +227,8 @@ class Train:
     def dataset_options(self) -> dict[str, Any]:
         """Arguments of `open_dataset` beside the location."""
         given = {"revision": self.dataset.revision, "repo_type": self.dataset.repo_type if self.dataset.repo_type != "dataset" else None}
-        return {name: value for name, value in given.items() if value is not None}
+        indexing = index_options(True, self.dataset.streaming_sidecar_lock_timeout_s, max(1, self.num_workers))
+        return {name: value for name, value in given.items() if value is not None} | {"indexing": indexing}
 
     def stream_config(self, seed: int | None, strategy: Strategy) -> Any:
         """As the stream's configuration."""
