@@ -13,7 +13,16 @@ from ingest import __version__
 if TYPE_CHECKING:
     from ingest.datasource import EpisodeDatasource, read_episodes
     from ingest.engine import Dataset, ReadOptions, iter_samples, open_dataset
-    from ingest.language import RenderStage, TrainingRecipe, load_recipe, render_sample
+    from ingest.language import (
+        MessageTurn,
+        RenderStage,
+        RenderTrainingMessagesStep,
+        TrainingRecipe,
+        column_for_style,
+        load_recipe,
+        render_sample,
+        validate_camera_field,
+    )
     from ingest.plan import PlanSettings, plan_epoch
     from train_integration.config import EpisodeDataConfig, get_sample_stream
     from train_integration.options import StreamConfig
@@ -24,7 +33,11 @@ _HOME = {
     "ReadOptions": "ingest.engine",
     "open_dataset": "ingest.engine",
     "iter_samples": "ingest.engine",
+    "MessageTurn": "ingest.language",
     "RenderStage": "ingest.language",
+    "RenderTrainingMessagesStep": "ingest.language",
+    "column_for_style": "ingest.language",
+    "validate_camera_field": "ingest.language",
     "TrainingRecipe": "ingest.language",
     "load_recipe": "ingest.language",
     "render_sample": "ingest.language",
@@ -42,13 +55,16 @@ __all__ = [
     "Dataset",
     "EpisodeDataConfig",
     "EpisodeDatasource",
+    "MessageTurn",
     "PlanSettings",
     "ReadOptions",
     "RenderStage",
+    "RenderTrainingMessagesStep",
     "SampleStream",
     "StreamConfig",
     "TrainingRecipe",
     "__version__",
+    "column_for_style",
     "get_sample_stream",
     "iter_samples",
     "load_recipe",
@@ -56,6 +72,7 @@ __all__ = [
     "plan_epoch",
     "read_episodes",
     "render_sample",
+    "validate_camera_field",
 ]
 
 
