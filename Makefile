@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# The S3 test server keeps its own environment: its dependencies and fsspec's S3 client do not go together.
+MOTO := .venvs/moto
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
 .PHONY: demo demo-prefeature test slow lint bench wheel clean
@@ -15,7 +17,7 @@ demo-prefeature: $(VENV)/.run
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q
 
-slow: $(VENV)/.dev
+slow: $(VENV)/.dev $(MOTO)/.ready
 	$(BIN)/python -m pytest -q -m "slow and not soak" --timeout 1200
 
 lint: $(VENV)/.dev
@@ -41,6 +43,11 @@ $(VENV)/.run: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
 	$(PIP) -e '.[dev,viz]'
 	touch $@ $(VENV)/.run
+
+$(MOTO)/.ready: | $(VENV)/bin/python
+	$(PYTHON) -m venv $(MOTO)
+	$(MOTO)/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server,s3]'
+	touch $@
 
 clean:
 	rm -rf dist build outputs .pytest_cache .hypothesis .ruff_cache
