@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import psutil
@@ -23,9 +24,17 @@ def ray_session(*, cpus: float | None = None, address: str | None = None) -> Ite
         address: cluster to join; None joins ``RAY_ADDRESS`` or an initialised session, and else starts a local one.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    if ray.is_initialized():
-        yield
-        return
+    # Ray's own threads print warnings to standard output, which belongs to the report of the command.
+    with contextlib.redirect_stdout(sys.stderr):
+        if ray.is_initialized():
+            yield
+            return
+        with _connected(cpus, address):
+            yield
+
+
+@contextlib.contextmanager
+def _connected(cpus: float | None, address: str | None) -> Iterator[None]:
     target = address or os.environ.get("RAY_ADDRESS")
     if target is not None:
         ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
