@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ingest.errors import DamagedDataError, DatasetError, ReelrayError
 from ingest.prefeature import layout
+from ingest.prefeature.checkteacher import recheck_sample
 from ingest.prefeature.checktrajectory import CheckTools, TrajectoryCheck, load_and_scan
 from ingest.prefeature.config import Case, DatasetConfig, read_cases, read_config
 from ingest.prefeature.durable import hash_file, write_bytes
@@ -28,6 +29,7 @@ from ingest.prefeature.merge import listed, read_inventory
 from ingest.prefeature.reader import read_tensors
 from ingest.prefeature.scan import WholeReader
 from ingest.prefeature.storefiles import case_file, compare_text_kv, load_frozen, load_noise, text_kv_file, valid_tokens
+from ingest.prefeature.teacher import Teacher
 
 Conditions = dict[tuple[int, int], tuple[str, str]]
 
@@ -234,13 +236,16 @@ def _local(root: Path, full: bool) -> Mapper:
     return lambda pairs: (check_trajectory(root, case, action, full=full) for case, action in pairs)
 
 
-def validate(root: Path, *, full: bool = True, mapper: Mapper | None = None, mark: bool = True) -> Report:
+def validate(
+    root: Path, *, full: bool = True, mapper: Mapper | None = None, teacher: tuple[Teacher, int] | None = None, mark: bool = True
+) -> Report:
     """Validates a dataset.
 
     Args:
         root: dataset root.
         full: read every byte; False checks files, headers and manifests only.
         mapper: runs the trajectory checks; this process when None.
+        teacher: the recorded teacher and how many records to recompute with it.
         mark: write ``logs/validation.json`` and ``.html`` and, after a full validation without findings, ``_SUCCESS.json``.
             An existing success mark is removed when something is wrong.
 
@@ -269,6 +274,8 @@ def validate(root: Path, *, full: bool = True, mapper: Mapper | None = None, mar
             if seen[0] != digest:
                 step, label = place
                 report.add("condition", f"label {label} differs from {seen[1]}", file=file, tensor=f"step_{step}_frame_condition")
+    if teacher is not None:
+        recheck_sample(root, config, *teacher, report)
     report.seconds = time.perf_counter() - started
     if mark:
         _write_marks(root, config, report, full)

@@ -1,0 +1,478 @@
+"""``reelray prefeature …``: the v4 teacher-tensor dataset from images to a verified, durable, trainable copy."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from actors.prefeature_build import BuildSettings, BuildState
+    from ingest.prefeature.teachers import TeacherChoice
+
+Positional = tyro.conf.Positional
+TeacherName = Literal["reference", "hy_worldplay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherArguments:
+    """Which frozen model the tensors come from."""
+
+    teacher: TeacherName = "reference"
+    """``reference`` runs anywhere and is for rehearsals; ``hy_worldplay`` is the real one."""
+    teacher_seed: int = 0
+    """Weights of the reference teacher."""
+    checkpoint: str = ""
+    """Action-distilled weights of the real teacher (a .safetensors file)."""
+    checkout: str = ""
+    """Root of your own HY-WorldPlay checkout; its code is not part of reelray."""
+    model_path: str = ""
+    """Folder with the real teacher's VAE, encoders and base transformer."""
+    device: str = ""
+    """Torch device of the transformer; cpu for the reference teacher and cuda for the real one by default."""
+
+    def choice(self, sizes: dict[str, Any]) -> TeacherChoice:
+        """The choice as plain data."""
+        from ingest.prefeature.teachers import TeacherChoice
+
+        device = self.device or ("cpu" if self.teacher == "reference" else "cuda")
+        return TeacherChoice(self.teacher, sizes, self.teacher_seed, self.checkpoint, self.checkout, self.model_path, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterArguments(TeacherArguments):
+    """How the work is spread."""
+
+    workers: int = 8
+    """Trajectory actors; each loads the teacher once."""
+    num_gpus: float = 1.0
+    """GPUs of each actor; 0 for the reference teacher on CPUs."""
+    num_cpus: float = 1.0
+    """Logical CPUs of each actor."""
+    threads: int | None = None
+    """Torch threads of each actor; 1 makes CPU results equal on every machine."""
+    address: str | None = None
+    """Ray cluster to join; RAY_ADDRESS, else a local one."""
+    stall_timeout_s: float = 1800.0
+    """A worker that finishes no chunk for this long is replaced and its trajectory retried."""
+    runtime_env: Path | None = None
+    """JSON file with the Ray runtime environment of the actors (the real teacher needs its own packages)."""
+
+    def settings(self, deep: bool) -> BuildSettings:
+        """Build settings."""
+        from actors.prefeature_build import BuildSettings
+        from ingest.prefeature.jsonio import read_json
+
+        return BuildSettings(
+            workers=self.workers,
+            num_gpus=self.num_gpus,
+            num_cpus=self.num_cpus,
+            deep=deep,
+            threads=self.threads,
+            stall_timeout_s=self.stall_timeout_s,
+            runtime_env=read_json(self.runtime_env) if self.runtime_env else {},
+        )
+
+    @contextmanager
+    def cluster(self) -> Iterator[None]:
+        """Joins or starts Ray."""
+        from train_integration.cluster import ray_session
+
+        with ray_session(cpus=self.workers * self.num_cpus + 1, address=self.address):
+            yield
+
+
+def _print(value: Any, as_json: bool, text: str) -> None:
+    sys.stdout.write((json.dumps(value, ensure_ascii=False, indent=2, default=str) if as_json else text) + "\n")
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureCases(TeacherArguments):
+    """Choose and prepare the images; writes cases.jsonl and dataset_config.json. A rerun that would differ is refused."""
+
+    source: Annotated[Path, Positional, tyro.conf.arg(metavar="IMAGES")]
+    """Folder of the source images; the file names are the captions."""
+    root: Path
+    """Dataset folder on a local disk."""
+    preset: Literal["full", "tiny"] = "full"
+    """Sizes: the real ones, or a rehearsal of seconds."""
+    cases: int | None = None
+    """Number of pairs, when it differs from the preset's."""
+    seed: int = 0
+    """Seed of the noise and of the history selection."""
+    sample_seed: int = 0
+    """Seed of the choice of images."""
+    noise_device: str = ""
+    """Device whose generator draws the noise; the teacher's by default. The tensor itself is kept in the dataset."""
+    name: str = ""
+    """Dataset name to record."""
+
+    def run(self) -> int:
+        """Prepares the cases."""
+        from ingest.prefeature.cases import prepare_cases
+        from ingest.prefeature.durable import hash_file
+        from ingest.prefeature.sizes import DATASET_NAME, preset, resized
+        from ingest.prefeature.teacher import EXACT_FLAGS, TeacherSpec
+
+        sizes = preset(self.preset)
+        sizes = sizes if self.cases is None else resized(sizes, cases=self.cases)
+        choice = self.choice(sizes.to_json())
+        if self.teacher == "reference":
+            spec = choice.make().spec
+        else:
+            # the weights are hashed here; the model itself is loaded by the workers only
+            sha256 = hash_file(Path(self.checkpoint)).sha256
+            spec = TeacherSpec(self.teacher, sizes, self.checkpoint, sha256, dict(EXACT_FLAGS), False, choice.device)
+        self.root.mkdir(parents=True, exist_ok=True)
+        made = prepare_cases(
+            self.source,
+            self.root,
+            sizes,
+            spec,
+            seed=self.seed,
+            sample_seed=self.sample_seed,
+            noise_device=self.noise_device or choice.device,
+            dataset=self.name or DATASET_NAME,
+        )
+        _note(f"{len(made)} cases in {self.root}")
+        return 0
+
+
+@contextmanager
+def _graceful() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and Ctrl-C ask for an end after the present chunks."""
+    asked = threading.Event()
+
+    def note(number: int, frame: object) -> None:
+        del number, frame
+        _note("stopping after the chunks under way; run the command again to go on")
+        asked.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Ticker:
+    """One progress line every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, state: BuildState) -> None:
+        if state.elapsed_s >= self._next:
+            self._next = state.elapsed_s + 10.0
+            left = "" if state.eta_s is None else f", about {state.eta_s / 60:.0f} min left"
+            done = f"{state.done}/{state.total} trajectories, {state.chunks} chunks, {state.nbytes / 1e9:.2f} GB"
+            _note(f"{done}, {state.restarts} restarts{left}")
+
+
+def _checked_root(root: Path, warn: bool = True) -> dict[str, Any]:
+    from ingest.prefeature.config import read_config
+    from ingest.prefeature.reader import network_warning
+
+    warning = network_warning(root)
+    if warn and warning:
+        _note(f"warning: {warning}")
+    return read_config(root).sizes.to_json()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureBuild(ClusterArguments):
+    """Build what is missing: text K/V, trajectories and videos, then merge, then sync when a remote is given."""
+
+    root: Annotated[Path, Positional, tyro.conf.arg(metavar="ROOT")]
+    """Dataset folder after the cases stage."""
+    remote: str | None = None
+    """Durable copy to sync to after the merge, e.g. s3://bucket/datasets/NAME."""
+    deep: bool = False
+    """Verify contents of existing files against the journals, not only their headers."""
+    merge: bool = True
+    """Merge at the end."""
+
+    def run(self) -> int:
+        """Builds; status 1 when stopped before the end."""
+        from actors.prefeature_build import run_build
+        from ingest.prefeature.merge import merge
+
+        sizes = _checked_root(self.root)
+        with self.cluster(), _graceful() as should_stop:
+            state, _, finished = run_build(
+                self.root, self.choice(sizes), self.settings(self.deep), should_stop=should_stop, on_progress=_Ticker()
+            )
+        _note(f"{state.done}/{state.total} trajectories complete, {state.chunks} chunks built, {state.nbytes / 1e9:.2f} GB written")
+        if not finished:
+            return 1
+        if self.merge:
+            report = merge(self.root)
+            for warning in report.warnings:
+                _note(f"warning: {warning}")
+            _note(f"{report.records} records merged, {report.train_records} for training")
+        if self.remote is not None and self.merge:
+            _sync(self.root, self.remote, execute=True, read_back=True, threads=8, as_json=False)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureTextKv(ClusterArguments):
+    """Build the text K/V of all blocks with the case tensors, and compare both element by element."""
+
+    root: Annotated[Path, Positional, tyro.conf.arg(metavar="ROOT")]
+    """Dataset folder after the cases stage."""
+    deep: bool = False
+    """Verify contents of existing files against the journals."""
+
+    def run(self) -> int:
+        """Builds and compares."""
+        from actors.prefeature_build import run_build
+        from ingest.prefeature.config import read_config
+        from ingest.prefeature.storefiles import compare_text_kv
+
+        sizes = _checked_root(self.root)
+        with self.cluster(), _graceful() as should_stop:
+            _, _, finished = run_build(self.root, self.choice(sizes), self.settings(self.deep), cases_only=True, should_stop=should_stop)
+        if not finished:
+            return 1
+        config = read_config(self.root)
+        for case in range(config.sizes.cases):
+            compare_text_kv(self.root, config, case)
+        _note(f"{config.sizes.cases} cases: the stored blocks equal the all-block files")
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureMerge:
+    """Write the manifests from the workers' journals; refuses anything missing, damaged or contradictory."""
+
+    root: Annotated[Path, Positional, tyro.conf.arg(metavar="ROOT")]
+    """Dataset folder."""
+    allow_partial: bool = False
+    """Write manifest.partial.jsonl of what is complete instead of refusing."""
+    verify_hashes: bool = False
+    """Read every file again and compare its hash with the journal."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        """Merges; status 1 for a partial result."""
+        from dataclasses import asdict
+
+        from ingest.prefeature.merge import listed, merge
+
+        report = merge(self.root, allow_partial=self.allow_partial, verify_hashes=self.verify_hashes)
+        text = f"{report.records} records, {report.train_records} for training, {report.inventory_bytes / 1e9:.2f} GB"
+        if report.partial:
+            text += f"; PARTIAL, {len(report.missing)} pieces missing: {listed(list(report.missing))}"
+        _print(asdict(report), self.json, "\n".join([text, *(f"warning: {warning}" for warning in report.warnings)]))
+        return 1 if report.partial else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureValidate(TeacherArguments):
+    """Check every acceptance condition; writes _SUCCESS.json after a full validation without findings."""
+
+    root: Annotated[Path, Positional, tyro.conf.arg(metavar="ROOT")]
+    """Dataset folder after merge."""
+    quick: bool = False
+    """Files, headers and manifests only."""
+    ray: bool = True
+    """Check trajectories as Ray tasks; otherwise in this process."""
+    address: str | None = None
+    """Ray cluster to join; RAY_ADDRESS, else a local one."""
+    teacher_samples: int = 0
+    """Records to recompute with the teacher: context, K/V and one denoise step."""
+    json: bool = False
+    """Print JSON."""
+    html: Path | None = None
+    """Also write a page here."""
+
+    def run(self) -> int:
+        """Validates; status 1 when something is wrong."""
+        from ingest.prefeature.config import read_config
+        from ingest.prefeature.validate import validate
+        from train_integration.cluster import ray_session
+
+        samples = None
+        if self.teacher_samples:
+            choice = self.choice(read_config(self.root).sizes.to_json())
+            samples = (choice.make(), self.teacher_samples)
+        if self.ray:
+            from actors.prefeature_validate import ray_mapper
+
+            with ray_session(address=self.address):
+                report = validate(self.root, full=not self.quick, mapper=ray_mapper(self.root, full=not self.quick), teacher=samples)
+        else:
+            report = validate(self.root, full=not self.quick, teacher=samples)
+        if self.html is not None:
+            self.html.write_text(report.to_html(), encoding="utf-8")
+        _print(report.to_json(), self.json, report.to_text())
+        return 0 if report.ok else 1
+
+
+def _sync(root: Path, url: str, *, execute: bool, read_back: bool, threads: int, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from ingest.prefeature.remote import Remote
+    from ingest.prefeature.sync import sync
+
+    report = sync(root, Remote(url), execute=execute, read_back=read_back, threads=threads)
+    verb = "sent" if execute else "would be sent (dry run; add --execute)"
+    lines = [f"{len(report.uploads)} files, {report.nbytes / 1e9:.3f} GB {verb}"]
+    if report.changed:
+        lines.append(f"warning: {len(report.changed)} files changed since the merge ({report.changed[0]}, ...); merge and validate again")
+    if report.unknown:
+        lines.append(f"warning: {len(report.unknown)} remote objects are unknown and were left alone ({report.unknown[0]}, ...)")
+    if not report.success:
+        lines.append("warning: no success mark for this state; run 'reelray prefeature validate', then sync again")
+    _print(asdict(report), as_json, "\n".join(lines))
+    return 0 if report.success or not execute else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureSync:
+    """Send what the durable copy lacks or holds differently, by hash. Never deletes; a dry run unless --execute is given."""
+
+    root: Annotated[Path, Positional, tyro.conf.arg(metavar="ROOT")]
+    """Dataset folder after merge and validate."""
+    remote: str
+    """Durable copy, e.g. s3://bucket/datasets/NAME."""
+    execute: bool = False
+    """Really send."""
+    read_back: bool = True
+    """Verify every upload by reading it again."""
+    threads: int = 8
+    """Concurrent transfers."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        """Syncs; status 1 when the remote does not carry a success mark for this state."""
+        return _sync(self.root, self.remote, execute=self.execute, read_back=self.read_back, threads=self.threads, as_json=self.json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureEnsure:
+    """Make a local copy complete before training: fetch what is missing or damaged from the durable copy, then check again."""
+
+    root: Annotated[Path, Positional, tyro.conf.arg(metavar="ROOT")]
+    """Local dataset folder, on NVMe."""
+    remote: str
+    """Durable copy."""
+    parts: Literal["base", "text-kv", "all"] = "base"
+    """base leaves the all-block text K/V alone (37 GiB); rollout training needs text-kv too."""
+    deep: bool = False
+    """Compare the hash of every file instead of a sample."""
+    sample: float = 0.02
+    """Share of files hashed when not deep."""
+    repair: bool = True
+    """Fetch; otherwise only complain."""
+    threads: int = 8
+    """Concurrent transfers."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        """Restores."""
+        from dataclasses import asdict
+
+        from ingest.prefeature.remote import Remote
+        from ingest.prefeature.sync import ensure
+
+        report = ensure(
+            self.root,
+            Remote(self.remote),
+            parts=self.parts,
+            deep=self.deep,
+            sample=self.sample,
+            repair=self.repair,
+            threads=self.threads,
+        )
+        whole = "the whole dataset is here" if report.complete else f"part {self.parts} is complete"
+        restored = f"{len(report.restored)} restored ({report.nbytes / 1e9:.3f} GB)"
+        text = f"{report.checked} files checked, {report.hashed} by content, {restored}; {whole}"
+        _print(asdict(report), self.json, text)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefeatureHoldout(ClusterArguments):
+    """Choose the evaluation pairs (nothing of training, by stem and by content) and make Full and Reuse videos of them."""
+
+    train: Annotated[Path, Positional, tyro.conf.arg(metavar="TRAIN_ROOT")]
+    """Training dataset, whose cases are excluded and whose settings are used."""
+    metadata: Path
+    """JSON array or JSON lines with one entry per pair."""
+    images: Path
+    """Folder of the images that the metadata names."""
+    root: Path
+    """Folder of the holdout set."""
+    seed: int = 20260718
+    """Seed of the choice."""
+    validation: int = 25
+    """Pairs for validation."""
+    test: int = 50
+    """Pairs for the test."""
+    expected_overlap: int | None = None
+    """Metadata pairs that must belong to training; the number of training cases when unset."""
+    image_field: str = "file_name"
+    """Field of the image path."""
+    caption_field: str = "caption"
+    """Field of the caption."""
+    policy: Literal["reuse_hidden", "reuse_velocity"] = "reuse_hidden"
+    """What the reused steps 1 and 2 reuse of step 0."""
+    videos: bool = True
+    """Make the videos; otherwise only write split.jsonl."""
+
+    def run(self) -> int:
+        """Chooses, then builds."""
+        from actors.prefeature_holdout import run_holdout
+        from ingest.prefeature.config import read_cases, read_config
+        from ingest.prefeature.holdout import choose_holdout, read_pairs, write_split
+
+        config = read_config(self.train)
+        items = choose_holdout(
+            read_pairs(self.metadata, image_field=self.image_field, caption_field=self.caption_field),
+            self.images,
+            read_cases(self.train, config),
+            seed=self.seed,
+            validation=self.validation,
+            test=self.test,
+            expected_overlap=self.expected_overlap,
+        )
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_split(self.root, items, config, self.policy, self.seed)
+        _note(f"{len(items)} pairs chosen")
+        if self.videos:
+            settings = self.settings(False)
+            with self.cluster():
+                made = run_holdout(
+                    self.root,
+                    self.images,
+                    items,
+                    self.train,
+                    self.choice(config.sizes.to_json()),
+                    policy=self.policy,
+                    workers=self.workers,
+                    num_gpus=self.num_gpus,
+                    num_cpus=self.num_cpus,
+                    threads=self.threads,
+                    runtime_env=dict(settings.runtime_env) or None,
+                )
+            _note(f"{made} videos made")
+        return 0
