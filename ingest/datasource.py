@@ -10,6 +10,7 @@ that are granted in plan order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ import ray
 from numpy.typing import NDArray
 from ray.data import DataContext, Datasource, ReadTask
 from ray.data.block import BlockAccessor, BlockMetadata
+from ray.exceptions import RayError
 
 from ingest.engine.assemble import BatchAssembler, PlannedSamples
 from ingest.engine.counters import Counters
@@ -119,12 +121,16 @@ class EpisodeDatasource(Datasource):
     Args:
         job: reference to a `ReadJob`.
         units: what to read.
+        gate: actor whose ``wait(key, ordinal)`` says when a unit may be fetched; None fetches without asking.
+        gate_key: names the list of units to the gate.
     """
 
-    def __init__(self, job: ray.ObjectRef[ReadJob], units: UnitList) -> None:
+    def __init__(self, job: ray.ObjectRef[ReadJob], units: UnitList, *, gate: Any = None, gate_key: str = "") -> None:
         super().__init__()
         self._job = job
         self._units = units
+        self._gate = gate
+        self._gate_key = gate_key
 
     def get_name(self) -> str:
         return "ReelrayEpisodes"
@@ -146,10 +152,16 @@ class EpisodeDatasource(Datasource):
         ]
 
     def _task(self, units: UnitList, row_limit: int | None) -> ReadTask:
-        job = self._job
+        job, gate, key = self._job, self._gate, self._gate_key
+
+        def may_fetch(ordinal: int) -> None:
+            # Without its gate a task still keeps to the bytes of its own job.
+            with contextlib.suppress(RayError):
+                if gate is not None:
+                    ray.get(gate.wait.remote(key, ordinal))
 
         def read() -> Iterator[pa.Table]:
-            yield from _read_rows(ray.get(job), units)
+            yield from _read_rows(ray.get(job), units, may_fetch)
 
         metadata = BlockMetadata(num_rows=len(units), size_bytes=int(units.nbytes.sum()), exec_stats=None, input_files=None)
         return ReadTask(read, metadata, per_task_row_limit=row_limit)
@@ -200,10 +212,11 @@ def _reader(job: ReadJob) -> tuple[UnitReader, Counters]:
     return _readers[job.key]
 
 
-def _read_rows(job: ReadJob, units: UnitList) -> Iterator[pa.Table]:
+def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], None]) -> Iterator[pa.Table]:
     reader, counters = _reader(job)
 
     def read(number: int) -> tuple[bytes, bytes, str | None]:
+        may_fetch(int(units.ordinal[number]))
         try:
             header, payload = pack_unit(reader.read(units.request(number)))
             return header, payload, None

@@ -1,4 +1,4 @@
-"""What a training checkpoint holds: weights once, the stream's position of every rank, and the language recipe."""
+"""What a training checkpoint holds: weights once, every rank's stream position and pool state, and the language recipe."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from ingest.errors import CursorError
+from train_integration.poolstate import MAX_FILE_BYTES
 from train_integration.stream import SampleStream, merged_state
 
 _WEIGHTS = "training.pt"
@@ -32,12 +33,27 @@ def save_checkpoint(metrics: Mapping[str, Any], stream: SampleStream, training: 
         path = Path(folder)
         state = stream.state_dict()
         (path / f"stream-{stream.rank:05d}.json").write_text(json.dumps(state), encoding="utf-8")
+        pools = stream.pool_state()
+        if pools is not None:
+            (path / pool_file(stream.rank)).write_bytes(pools)
         recipe = state.get("recipe", {}).get("recipe")
         if recipe is not None and training is not None:
             (path / RECIPE_FILE).write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if training is not None:
             torch.save(dict(training), path / _WEIGHTS)
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def pool_file(rank: int) -> str:
+    """Name of the file that spares a rank the replay of a pool order; it may be absent."""
+    return f"pool_{rank}.npz"
+
+
+def load_pools(checkpoint: ray.train.Checkpoint, rank: int) -> bytes | None:
+    """A rank's ``pool_state``, where the checkpoint has one that is no larger than such a file can be."""
+    with checkpoint.as_directory() as folder:
+        path = Path(folder) / pool_file(rank)
+        return path.read_bytes() if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES else None
 
 
 def load_checkpoint(checkpoint: ray.train.Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import ray
 from numpy.typing import NDArray
 
+from ingest.engine.counters import merge_counts
+
 ORDER_SCHEMA: dict[str, np.dtype[Any]] = {
     "dataset": np.dtype(np.int32),
     "epoch": np.dtype(np.int64),
@@ -214,8 +216,8 @@ class _Ledger:
 
     def finish_rank(self, counts: dict[str, float], first_batch_s: float | None) -> None:
         """Takes a rank's totals."""
-        for name, amount in counts.items():
-            self._counts[name] = self._counts.get(name, 0.0) + amount
+        self._counts = dict.fromkeys(counts, 0.0) | self._counts
+        merge_counts(self._counts, counts)
         if first_batch_s is not None:
             self._first_batch_s = max(first_batch_s, self._first_batch_s or 0.0)
 

@@ -78,6 +78,10 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise SettingsError(f"{name} must be positive, found {value}")
+        if self.plan.tail == "loop" and self.damage == "skip_episode":
+            raise SettingsError(
+                "damage 'skip_episode' and tail 'loop' exclude each other: nothing can be taken out of an order without end"
+            )
         if self.decode not in {"pool", "inline"}:
             raise SettingsError(f"decode must be pool or inline, found {self.decode!r}")
 

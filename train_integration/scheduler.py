@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,12 @@ from ingest.engine.pictures import PictureForm, check_shapes, groups, runs
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
+from train_integration.credits import ByteLedger, UnitCredits
 from train_integration.decoding import DecodeBackend
 from train_integration.feed import Feed
 from train_integration.worklist import PlannedStep, WorkList
+
+_ROOM = "raise byte_budget_gb, raise decoded_budget_gb so that units are decoded whole, or mix fewer of them (pool_size, lanes)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +45,11 @@ class Budgets:
 
     Attributes:
         decoded_bytes: decoded pictures in slots.
-        compressed_bytes: fetched units that are not decoded whole.
         ahead: batches for which on-demand pictures are asked in advance.
         stall_s: seconds without progress after which a batch is given up with `IngestStalledError`.
     """
 
     decoded_bytes: int
-    compressed_bytes: int
     ahead: int = 4
     stall_s: float = 300.0
 
@@ -117,6 +119,8 @@ class BatchScheduler:
         assembler: gathers batches.
         counters: receives totals.
         budgets: what may be held.
+        ledger: the rank's budget of compressed pictures.
+        open_units: units that the order keeps open at a time, about.
         seed: order seed, for reproducible transforms.
         stores: slots of the epoch before, to go on with; None makes new ones.
     """
@@ -130,6 +134,8 @@ class BatchScheduler:
         assembler: BatchAssembler,
         counters: Counters,
         budgets: Budgets,
+        ledger: ByteLedger,
+        open_units: int,
         seed: int,
         stores: FrameStores | None = None,
     ) -> None:
@@ -146,16 +152,17 @@ class BatchScheduler:
         self._per_sample = sum(spec.windows.size(camera) or 1 for camera in spec.cameras)
         self._changed = threading.Condition()
         self._residents: dict[int, _Resident | ReelrayError] = {}
-        self._held_bytes = 0
-        self.peak_compressed_bytes = 0
-        self._needed_step = 0
+        self._open_units = open_units
         self._closed = False
         self._feeder_error: BaseException | None = None
         self._slot_bytes = max((form.nbytes(spec.features[camera]) for camera, form in self._forms.items()), default=1)
         self.fed = threading.Event()
         self._once, self.stores = self._lay_out(stores)
         self._whole, self._demand = self.stores.whole, self.stores.demand
-        self._units = self._feed.units(work.list, counters)
+        self._ledger = ledger
+        self._refuse_what_never_fits()
+        self._credits = UnitCredits(ledger, work.list.nbytes)
+        self._units = self._feed.units(work.list, counters, self._credits)
         self._thread = threading.Thread(target=self._feed_units, name="reelray-feeder", daemon=True)
         self._thread.start()
 
@@ -183,22 +190,52 @@ class BatchScheduler:
         # Room for two more units than the plan needs at once lets decoding run ahead of the batches.
         peak = _peak_pictures(work.first_step[once], work.last_step[once], work.pictures[once])
         largest = int(work.pictures[once].max()) if once.any() else 0
-        room = min(slots if once.all() else slots - reserve, peak + 2 * largest)
+        # A short stretch may not be typical of those that follow with the same slots.
+        typical = int(work.pictures.mean() * self._open_units) if len(work.pictures) else 0
+        room = min(slots if once.all() else slots - reserve, max(peak, typical) + 2 * largest)
         return once, FrameStores(
             self._backend.make_frames(self._slot_bytes, room) if once.any() else None,
             None if once.all() else self._backend.make_frames(self._slot_bytes, reserve),
         )
 
+    def _refuse_what_never_fits(self) -> None:
+        """Refuses, before anything is fetched, units that could not be held however long they waited.
+
+        A unit that is decoded whole holds its bytes until it is decoded, the others until their last use.
+
+        Raises:
+            BudgetError: naming the first such episode and the setting to raise.
+        """
+        work, limit = self._work, self._ledger.limit_bytes
+        nbytes = work.list.nbytes
+        if int(nbytes.sum()) <= limit:
+            return
+        large = np.flatnonzero(nbytes > limit)
+        if len(large):
+            raise BudgetError(
+                f"episode {int(work.list.episode[large[0]])} requires {int(nbytes[large[0]])} bytes, exceeding the byte budget {limit} "
+                "of the rank: raise byte_budget_gb (streaming_byte_budget_gb)"
+            )
+        still_open: list[tuple[int, int]] = []
+        held = 0
+        columns = (work.first_row, work.last_row, nbytes, self._once)
+        for key, (first, last, size, once) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            while still_open and still_open[0][0] < first:
+                held -= heappop(still_open)[1]
+            if held + size > limit:
+                raise BudgetError(
+                    f"at step {int(work.first_step[key])} the {len(still_open)} units that stay open and episode "
+                    f"{int(work.list.episode[key])} need {held + size} bytes of compressed pictures, exceeding the byte budget {limit} of "
+                    f"the rank: {_ROOM}"
+                )
+            if not once:
+                held += size
+                heappush(still_open, (last, size))
+
     @property
     def units(self) -> UnitList:
         """The units of the work list, by key."""
         return self._work.list
-
-    def frames_left(self, dataset: int, episode: int, step: int) -> int:
-        """Selected frames of an episode that this rank would have delivered from a step on."""
-        units = self._work.list
-        mine = np.flatnonzero((units.dataset == dataset) & (units.episode == episode))
-        return sum(int(np.count_nonzero(np.isin(one.key, mine) & ~one.is_pad)) for one in self._work.steps if one.step >= step)
 
     # --- feeder ---------------------------------------------------------------------------------
 
@@ -221,33 +258,23 @@ class BatchScheduler:
         resident: _Resident | ReelrayError
         if isinstance(arrived, ReelrayError):
             resident = arrived
+            self._credits.arrived(key, 0)
         else:
+            once = bool(self._once[key])
+            self._credits.arrived(key, arrived.payload_bytes, leaves=once)
             try:
                 for camera, track in arrived.tracks.items():
                     check_shapes(track, self._forms[camera], self._spec.features[camera])
-                resident = _Resident(arrived, bool(self._once[key]))
-                if resident.once:
+                resident = _Resident(arrived, once)
+                if once:
                     self._decode_whole(key, resident)
-                else:
-                    self._hold(key, arrived.payload_bytes)
             except DamagedDataError as error:
                 error.episode = arrived.episode
                 resident = error
+                self._credits.release(key)
         with self._changed:
             self._residents[key] = resident
             self._changed.notify_all()
-
-    def _hold(self, key: int, nbytes: int) -> None:
-        """Waits until the compressed budget has room, except for a unit that the next batch needs."""
-        first = int(self._work.first_step[key])
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or first <= self._needed_step or self._held_bytes + nbytes <= self._budgets.compressed_bytes
-            )
-            if self._closed:
-                raise StreamClosedError("the stream was closed")
-            self._held_bytes += nbytes
-            self.peak_compressed_bytes = max(self.peak_compressed_bytes, self._held_bytes)
 
     def _decode_whole(self, key: int, resident: _Resident) -> None:
         unit = resident.unit
@@ -265,9 +292,28 @@ class BatchScheduler:
                 resident.run_of[camera][run] = number
                 resident.place_of[camera][run] = np.arange(len(run), dtype=np.int32)
                 resident.runs[camera].append(self._start(self._whole, resident, camera, run, slots))
-        # Every call holds the bytes that it needs, so the compressed pictures are let go of.
-        tracks = {camera: replace(track, data=b"") for camera, track in unit.tracks.items()}
-        resident.unit = replace(unit, tracks=tracks)
+        self._let_go(key, resident, [run for camera_runs in resident.runs.values() for run in camera_runs])
+
+    def _let_go(self, key: int, resident: _Resident, last: list[_Run]) -> None:
+        """Gives a unit's compressed pictures back once its last decode calls, which hold what they need, are done."""
+        tracks = {camera: replace(track, data=b"") for camera, track in resident.unit.tracks.items()}
+        resident.unit = replace(resident.unit, tracks=tracks)
+        self._credits.leaves(key)
+        left = len(last)
+        lock = threading.Lock()
+
+        def done(_: Future[Any]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            self._credits.release(key)
+
+        for run in last:
+            run.future.add_done_callback(done)
+        if not last:
+            self._credits.release(key)
 
     def _start(self, frames: FrameStore, resident: _Resident, camera: str, wanted: NDArray[np.int64], slots: NDArray[np.int32]) -> _Run:
         run = _Run(Future(), slots)
@@ -315,14 +361,15 @@ class BatchScheduler:
     def _resident(self, key: int, step: int) -> _Resident:
         deadline = time.monotonic() + self._budgets.stall_s
         with self._changed:
-            self._needed_step = max(self._needed_step, step)
-            self._changed.notify_all()
             while key not in self._residents:
                 if self._feeder_error is not None:
                     raise self._feeder_error
                 if self._closed:
                     raise StreamClosedError("the stream was closed")
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                # Estimated sizes may turn out larger: then what is open can fill the budget, which no wait would change.
+                if self._credits.starved(key):
+                    raise self._starved(key, step)
+                if not self._changed.wait(min(0.5, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
                     raise self._stalled(step, f"unit {key} (episode {int(self._work.list.episode[key])}) has not arrived")
             found = self._residents[key]
         if isinstance(found, ReelrayError):
@@ -332,19 +379,24 @@ class BatchScheduler:
     def _ask(self, step: PlannedStep) -> _Asked:
         """Starts whatever a batch needs that is not under way yet."""
         asked = _Asked(step)
-        for key in dict.fromkeys(step.key.tolist()):
+        for key in np.unique(step.key).tolist():
             resident = self._resident(key, step.step)
             if resident.once:
                 continue
             anchors = np.unique(step.frame[step.key == key])
+            own: list[_Run] = []
             for camera, track in resident.unit.tracks.items():
                 frames = np.unique(self._spec.picture_frames(camera, anchors, resident.unit.episode_length))
                 for wanted in groups(track, frames - track.first):
                     assert self._demand is not None  # made for on-demand units
                     run = self._start(self._demand, resident, camera, wanted, self._demand.reserve(len(wanted), self._budgets.stall_s))
-                    asked.runs.append(run)
+                    own.append(run)
                     for place, picture in enumerate(wanted.tolist()):
                         asked.demand[key, camera, picture + track.first] = (run, place)
+            asked.runs += own
+            if int(self._work.last_step[key]) <= step.step:
+                # Its bytes make room for the next unit, which this very batch may need.
+                self._let_go(key, resident, own)
         return asked
 
     def _gather(self, asked: _Asked) -> Sample:
@@ -395,36 +447,35 @@ class BatchScheduler:
         states = "; ".join(self._backend.states())
         return IngestStalledError(
             f"no batch for {self._budgets.stall_s:.0f} s at step {step}: {what}; {len(self._residents)} units resident, "
-            f"{self._held_bytes} compressed bytes held; {states}"
+            f"{self._ledger.held_bytes} compressed bytes held; {states}"
+        )
+
+    def _starved(self, key: int, step: int) -> BudgetError:
+        return BudgetError(
+            f"at step {step} episode {int(self._work.list.episode[key])} needs {int(self._work.list.nbytes[key])} bytes, but "
+            f"{self._ledger.held_bytes} of {self._ledger.limit_bytes} are held by units that stay open: {_ROOM}"
         )
 
     def _release(self, asked: _Asked, drained: tuple[int, ...]) -> None:
         for run in asked.runs:
             assert self._demand is not None  # made for on-demand units
             self._demand.release(run.slots)
-        freed = 0
         with self._changed:
-            for key in drained:
-                resident = self._residents.pop(key, None)
-                if not isinstance(resident, _Resident):
-                    continue
-                if resident.once:
-                    for camera_runs in resident.runs.values():
-                        for run in camera_runs:
-                            assert self._whole is not None  # made for once units
-                            with contextlib.suppress(ReelrayError):
-                                run.future.result(self._budgets.stall_s)
-                            self._whole.release(run.slots)
-                else:
-                    freed += resident.unit.payload_bytes
-            self._held_bytes -= freed
-            self._changed.notify_all()
+            gone = [self._residents.pop(key, None) for key in drained]
+        for resident in gone:
+            if isinstance(resident, _Resident):
+                for run in (run for camera_runs in resident.runs.values() for run in camera_runs):
+                    assert self._whole is not None  # made for once units
+                    with contextlib.suppress(ReelrayError):
+                        run.future.result(self._budgets.stall_s)
+                    self._whole.release(run.slots)
 
     def close(self) -> None:
         """Stops the feeder. The slots are closed by their owner, before this where the feeder may wait for them."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._credits.close()
         self._thread.join(timeout=30)
         closing = getattr(self._units, "close", None)
         if closing is not None and not self._thread.is_alive():

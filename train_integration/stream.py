@@ -20,13 +20,16 @@ from ingest.engine.damage import DamageReport
 from ingest.engine.rendering import render_batch
 from ingest.errors import CursorError, DamagedDataError, IngestStalledError, StreamClosedError
 from ingest.language.stage import stage_differences, stage_of
-from ingest.plan import Cursor, EpochPlan, plan_epoch
+from ingest.plan import Cursor, EpochPlan, RankPlan, plan_epoch
 from train_integration.collate import to_torch
+from train_integration.credits import ByteLedger
 from train_integration.decoding import DecodeBackend
 from train_integration.feed import Feed
 from train_integration.options import StreamDescription
+from train_integration.poolstate import dump_pool_state, load_pool_state
 from train_integration.scheduler import BatchScheduler, Budgets, FrameStores, UnitFailure
-from train_integration.worklist import PlannedStep, WorkList, work_list
+from train_integration.stretches import FIRST_STRETCH_SAMPLES, Stretch
+from train_integration.worklist import PlannedStep, work_list
 
 _LOG = logging.getLogger("reelray.stream")
 
@@ -64,7 +67,7 @@ class Delivery:
 class _Ready:
     """What the producer hands over: a batch, or the end of an epoch."""
 
-    plan: EpochPlan
+    stretch: Stretch
     delivery: Delivery | None
     batch: Sample | None
 
@@ -87,6 +90,7 @@ class SampleStream:
         cursor: where to start; None for the start of epoch 0.
         max_steps: end each epoch after that many batches.
         output: ``torch`` tensors or ``numpy`` arrays.
+        stretch_samples: samples planned at a time, to begin with.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class SampleStream:
         cursor: Cursor | None = None,
         max_steps: int | None = None,
         output: Literal["torch", "numpy"] = "torch",
+        stretch_samples: int = FIRST_STRETCH_SAMPLES,
     ) -> None:
         self.description = description
         self.rank = rank
@@ -113,13 +118,23 @@ class SampleStream:
         self._decoded_bytes = decoded_bytes
         self._max_steps = max_steps
         self._output = output
+        self._stretch_samples = stretch_samples
         self._settings = description.with_topology(world_size=world_size)
-        self._plan = self._make_plan(cursor)
-        self._batches = self._plan.cursor.batches
+        # Without a cursor the plan waits: a state that is loaded next may be legal where a start would not be.
+        self._made: EpochPlan | None = None if cursor is None else self._make_plan(cursor)
+        self._ranked: RankPlan | None = None
+        self._pool_state: bytes | None = None
+        self._batches = 0 if self._made is None else self._made.cursor.batches
         self._skips: list[tuple[int, int, int]] = []
         self._producer: _Producer | None = None
         self._first_batch_s: float | None = None
         self._epochs_done = 0
+
+    @property
+    def _plan(self) -> EpochPlan:
+        if self._made is None:
+            self._made = self._make_plan(None)
+        return self._made
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -153,7 +168,7 @@ class SampleStream:
         cursor = self._plan.cursor
         for dataset, episode, step in self._skips:
             cursor = cursor.skip(dataset, episode, step)
-        if self._batches >= self._plan.steps:
+        if self._batches >= self._plan.steps and self._plan.settings.tail != "loop":
             return cursor.next_epoch()
         return cursor.advance(self._batches - self._plan.cursor.batches)
 
@@ -163,17 +178,29 @@ class SampleStream:
         recipe = self._recipe()
         return state if recipe is None else state | {"recipe": recipe}
 
+    def pool_state(self) -> bytes | None:
+        """State of the rank's coverage pools after the batches handed out so far, or None where nothing needs it.
+
+        A few kilobytes per worker. A stream of the same rank and topology that gets it with `load_state_dict` need not
+        replay the draws before its position; without it the position alone is enough.
+        """
+        ranked = self._ranked
+        if ranked is None or self._skips or self._batches >= ranked.steps:
+            return None
+        return dump_pool_state(ranked, self._batches)
+
     def _recipe(self) -> dict[str, Any] | None:
         stage = stage_of(self.description.config.recipe)
         return None if stage is None else json.loads(json.dumps(stage.describe()))
 
-    def load_state_dict(self, state: Mapping[str, Any], *, other_recipe: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, other_recipe: bool = False, pool_state: bytes | None = None) -> None:
         """Goes on after the batches that the state counts. World size, workers and batch size may differ.
 
         Args:
             state: from ``state_dict``.
             other_recipe: whether the recipe may differ from the state's; other frames may then be in the selection, so the
                 state's epoch begins again.
+            pool_state: from `pool_state` of the same rank, saved with the state; one that does not fit is left aside.
 
         Raises:
             CursorError: the state is malformed, or belongs to another plan or recipe; the field that differs is named.
@@ -189,7 +216,8 @@ class SampleStream:
             self.set_epoch(epoch)
             return
         self.close()
-        self._plan = self._make_plan(Cursor.from_json(json.dumps(state["cursor"])))
+        self._made = self._make_plan(Cursor.from_json(json.dumps(state["cursor"])))
+        self._ranked, self._pool_state = None, pool_state
         self._batches = self._plan.cursor.batches
         self._skips = []
         self._epochs_done = 0
@@ -197,7 +225,8 @@ class SampleStream:
     def set_epoch(self, epoch: int) -> None:
         """Starts at the beginning of an epoch. Whatever was prefetched is dropped."""
         self.close()
-        self._plan = plan_epoch(self.description.units, self._settings, epoch=epoch)
+        self._made = plan_epoch(self.description.units, self._settings, epoch=epoch)
+        self._ranked = self._pool_state = None
         self._batches = 0
         self._skips = []
         self._epochs_done = 0
@@ -213,14 +242,15 @@ class SampleStream:
             return
         start = perf_counter()
         if self._producer is None:
-            self._producer = _Producer(self, self._plan_now())
+            self._producer = _Producer(self, self._stretch_now())
         producer = self._producer
         while True:
             waited = perf_counter()
             ready = producer.take()
             self.counters.add("reelray_wait_seconds", perf_counter() - waited)
+            self._ranked = ready.stretch.ranked
             if ready.batch is None or ready.delivery is None:
-                self._plan, self._batches = ready.plan, ready.plan.cursor.batches
+                self._made, self._batches = ready.stretch.plan, ready.stretch.start
                 self._skips = []
                 self._epochs_done += 1
                 if limit is not None and self._epochs_done >= limit:
@@ -235,11 +265,17 @@ class SampleStream:
             self.counters.add("reelray_samples_padded", len(ready.delivery.is_pad) - real)
             yield to_torch(ready.batch) if self._output == "torch" else ready.batch
 
-    def _plan_now(self) -> EpochPlan:
-        """The plan from the present position; the same one when nothing was handed out yet."""
-        if self._batches == self._plan.cursor.batches and not self._skips:
-            return self._plan
-        return self._make_plan(self.cursor())
+    def _stretch_now(self) -> Stretch:
+        """Where production starts: the present position; with the plan at hand when nothing was handed out yet."""
+        plan = self._plan
+        if self._batches != plan.cursor.batches or self._skips:
+            plan = self._made = self._make_plan(self.cursor())
+            self._batches, self._skips = plan.cursor.batches, []
+        stretch = Stretch.begin(plan, self.rank, self._max_steps, self._stretch_samples)
+        state, self._pool_state = self._pool_state, None
+        if state is not None and not load_pool_state(stretch.ranked, state):
+            _LOG.info("the stored pool state does not belong to this position: the draws before it are replayed")
+        return stretch
 
     def record_skip(self, dataset: int, episode: int, step: int, frames: int, error: DamagedDataError) -> None:
         """Notes an episode that is left out from a step on; part of the state from now on."""
@@ -264,7 +300,7 @@ class SampleStream:
 class _Producer:
     """The thread that keeps finished batches ready, across epochs, so that no bubble separates them."""
 
-    def __init__(self, stream: SampleStream, plan: EpochPlan) -> None:
+    def __init__(self, stream: SampleStream, stretch: Stretch) -> None:
         config = stream.description.config
         self._stream = stream
         self._config = config
@@ -280,8 +316,9 @@ class _Producer:
             buffers=BufferPool(keep=config.prefetch_batches + 3),
         )
         self._stores: FrameStores | None = None
+        self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30))
         self._schedulers: list[BatchScheduler] = []
-        self._thread = threading.Thread(target=self._run, args=(plan,), name="reelray-producer", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(stretch,), name="reelray-producer", daemon=True)
         self._thread.start()
 
     def take(self) -> _Ready:
@@ -296,59 +333,52 @@ class _Producer:
             raise ready
         return ready
 
-    def _run(self, plan: EpochPlan) -> None:
+    def _run(self, stretch: Stretch) -> None:
         try:
             epochs = self._config.epochs
             done = self._stream._epochs_done  # pyright: ignore[reportPrivateUsage]
-            scheduler = self._schedule(plan)
+            scheduler = self._schedule(stretch)
             while not self._stop.is_set():
-                last = epochs is not None and done + 1 >= epochs
-                plan, following = self._deliver(plan, scheduler, last=last)
-                done += 1
-                after = self._next_plan(plan)
-                self._put(_Ready(after, None, None))
-                if last:
-                    return
+                last_pass = epochs is not None and done + 1 >= epochs
+                stretch, following = self._deliver(stretch, scheduler, last=last_pass and stretch.is_last)
+                after = stretch.following()
+                if stretch.is_last:
+                    done += 1
+                    self._put(_Ready(after, None, None))
+                    if last_pass:
+                        return
                 scheduler = following or self._schedule(after)
-                plan = after
+                stretch = after
         except StreamClosedError as error:
             if not self._stop.is_set():
                 self._put(error)
         except BaseException as error:
             self._put(error)
 
-    def _next_plan(self, plan: EpochPlan) -> EpochPlan:
-        """The plan after this one is delivered: the next epoch, or the rest of this one where steps were limited."""
-        limit = self._stream._max_steps  # pyright: ignore[reportPrivateUsage]
-        cursor = plan.cursor.next_epoch() if limit is None else plan.cursor_at(plan.cursor.batches + limit)
-        return plan_epoch(plan.units, plan.settings, cursor)
-
-    def _work(self, plan: EpochPlan) -> WorkList:
-        stream = self._stream
-        return work_list(
-            plan,
-            stream.rank,
-            stream.description.job.spec,
-            stream.description.lengths,
-            max_steps=stream._max_steps,  # pyright: ignore[reportPrivateUsage]
-        )
-
-    def _schedule(self, plan: EpochPlan) -> BatchScheduler:
-        stream, config = self._stream, self._config
+    def _schedule(self, stretch: Stretch) -> BatchScheduler:
+        stream, config, plan = self._stream, self._config, stretch.plan
         budgets = Budgets(
             decoded_bytes=stream._decoded_bytes,  # pyright: ignore[reportPrivateUsage]
-            compressed_bytes=int(config.byte_budget_gb * 2**30),
             ahead=config.prefetch_batches,
             stall_s=config.stall_s,
         )
         scheduler = BatchScheduler(
             stream.description.job.spec,
-            self._work(plan),
+            work_list(
+                plan,
+                stretch.ranked,
+                stream.description.job.spec,
+                stream.description.lengths,
+                start=stretch.start,
+                stop=stretch.stop,
+            ),
             stream._feed,  # pyright: ignore[reportPrivateUsage]
             self._backend,
             self._assembler,
             stream.counters,
             budgets,
+            self._ledger,
+            stretch.open_units,
             plan.settings.seed,
             self._stores,
         )
@@ -356,24 +386,25 @@ class _Producer:
         self._schedulers.append(scheduler)
         return scheduler
 
-    def _deliver(self, plan: EpochPlan, scheduler: BatchScheduler, *, last: bool) -> tuple[EpochPlan, BatchScheduler | None]:
-        """Delivers an epoch; the next one's units start to arrive as soon as this one's have."""
+    def _deliver(self, stretch: Stretch, scheduler: BatchScheduler, *, last: bool) -> tuple[Stretch, BatchScheduler | None]:
+        """Delivers a stretch; the next one's units start to arrive as soon as this one's have."""
         following: BatchScheduler | None = None
         while True:
             try:
                 for step, batch in scheduler:
-                    self._put(_Ready(plan, self._delivery(plan, scheduler, step), self._rendered(batch)))
+                    self._put(_Ready(stretch, self._delivery(stretch.plan, scheduler, step), self._rendered(batch)))
                     if self._stop.is_set():
                         raise StreamClosedError("the stream was closed")
                     if following is None and not last and scheduler.fed.is_set():
-                        following = self._schedule(self._next_plan(plan))
+                        following = self._schedule(stretch.following())
                 self._retire(scheduler)
-                return plan, following
+                return stretch, following
             except UnitFailure as failure:
-                plan = self._without(plan, scheduler, failure)
+                stretch = self._without(stretch, scheduler, failure)
                 self._drop_all()
                 following = None
-                scheduler = self._schedule(plan)
+                last = last and stretch.is_last
+                scheduler = self._schedule(stretch)
 
     def _rendered(self, batch: Sample) -> Sample:
         render = self._stream.description.render
@@ -393,20 +424,21 @@ class _Producer:
             step.is_pad,
         )
 
-    def _without(self, plan: EpochPlan, scheduler: BatchScheduler, failure: UnitFailure) -> EpochPlan:
+    def _without(self, stretch: Stretch, scheduler: BatchScheduler, failure: UnitFailure) -> Stretch:
         """The plan from the failing step on without the damaged episode, or the error where the policy says so."""
-        error = failure.error
+        error, plan = failure.error, stretch.plan
         if self._config.damage != "skip_episode" or not isinstance(error, DamagedDataError):
             raise error
         units = scheduler.units
         dataset, episode = int(units.dataset[failure.key]), int(units.episode[failure.key])
-        cursor = plan.cursor.advance(failure.step - plan.cursor.batches).skip(dataset, episode, failure.step)
-        frames = scheduler.frames_left(dataset, episode, failure.step)
+        frames = stretch.frames_left(dataset, episode, failure.step)
         self._stream.record_skip(dataset, episode, failure.step, frames, error)
-        return plan_epoch(plan.units, plan.settings, cursor)
+        cursor = plan.cursor.advance(failure.step - plan.cursor.batches).skip(dataset, episode, failure.step)
+        return stretch.again(plan_epoch(plan.units, plan.settings, cursor))
 
     def _retire(self, scheduler: BatchScheduler) -> None:
         scheduler.close()
+        self._stream.counters.at_least("reelray_compressed_bytes_peak", self._ledger.peak_bytes)
         self._schedulers.remove(scheduler)
 
     def _drop_all(self) -> None:

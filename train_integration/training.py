@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ingest.engine.dataset import Dataset
 from ingest.errors import DatasetError, SettingsError
 from ingest.language.stage import stage_of
-from train_integration.checkpoints import load_checkpoint, save_checkpoint
+from train_integration.checkpoints import load_checkpoint, load_pools, save_checkpoint
 from train_integration.collate import to_torch
 from train_integration.config import RankShard
 from train_integration.policy import BehaviourCloning, LossOf
@@ -107,7 +107,7 @@ def train_worker(config: dict[str, Any]) -> None:
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is not None:
             state, training = load_checkpoint(checkpoint)
-            stream.load_state_dict(state, other_recipe=plan.other_recipe)
+            stream.load_state_dict(state, other_recipe=plan.other_recipe, pool_state=load_pools(checkpoint, shard.rank))
             policy.load_state_dict(training["policy"])
             optimizer.load_state_dict(training["optimizer"])
             step = int(training["step"])

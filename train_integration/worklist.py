@@ -1,20 +1,20 @@
-"""A rank's plan as work: which units to read in which order, when each is first and last needed, and the batches."""
+"""A rank's plan as work: which units to read in which order, when each is first and last needed, and the batches.
+
+Work is planned in stretches of some ten thousand samples, so that neither a start nor a resume looks at a whole epoch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ingest.datasource import UnitList
 from ingest.engine.spec import SampleSpec
-from ingest.errors import SettingsError
-from ingest.plan import Batch, EpochPlan, Order, RankPlan
-
-_SCAN_SAMPLES = 4_000_000
-"""Samples looked through to learn which frames of begun units are left; beyond it such units are read whole."""
+from ingest.plan import EpochPlan, RankPlan, RankTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,16 +66,17 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """What one rank reads, decodes and delivers, from a step on.
+    """What one rank reads, decodes and delivers in a stretch of steps.
 
     Attributes:
         list: units in the order in which they are first needed; ``ordinal`` is their row here.
         first_step: int64[N], step at which each is first needed, ascending.
         last_step: int64[N], step after which it is not needed any more.
+        first_row: int64[N], first sample of the stretch that needs it, ascending.
+        last_row: int64[N], last sample of the stretch that needs it.
         pictures: int64[N], pictures it holds when decoded whole, windows and all cameras included.
-        needed: frames still to deliver, for units of which some were delivered before.
+        needed: frames to deliver, for units that the stretch uses in part.
         batch_size: samples of a full batch.
-        plan: the rank's plan.
         epoch: epoch number.
         start: first step.
         stop: end of the steps, exclusive.
@@ -84,118 +85,130 @@ class WorkList:
     list: UnitList
     first_step: NDArray[np.int64]
     last_step: NDArray[np.int64]
+    first_row: NDArray[np.int64]
+    last_row: NDArray[np.int64]
     pictures: NDArray[np.int64]
     needed: Mapping[int, NDArray[np.int64]]
     batch_size: int
-    plan: RankPlan
     epoch: int
     start: int
     stop: int
-    _key_of: tuple[NDArray[np.int64], ...]
-    _filler_key: int
+    _table: RankTable
+    _keys: NDArray[np.int64]
 
     @property
     def steps(self) -> Iterator[PlannedStep]:
         """The batches, in order."""
-        for batch in self.plan.batches(self.start, self.stop):
-            yield PlannedStep(self.epoch, batch.step, batch.worker, self._keys(batch), batch.frame, batch.is_pad, batch.position)
-
-    def _keys(self, batch: Batch) -> NDArray[np.int64]:
-        if batch.is_pad.all():
-            return np.full(len(batch), self._filler_key, dtype=np.int64)
-        return self._key_of[batch.worker][batch.entry]
+        table = self._table
+        edges = np.searchsorted(table.step, np.arange(self.start, self.stop + 1)).tolist()
+        for step, (first, stop) in enumerate(pairwise(edges), self.start):
+            rows = slice(first, stop)
+            yield PlannedStep(
+                self.epoch,
+                step,
+                int(table.worker[first]),
+                self._keys[rows],
+                table.frame[rows],
+                table.is_pad[rows],
+                table.position[rows],
+            )
 
     def drained_after(self) -> dict[int, tuple[int, ...]]:
         """Units to let go of, by the step after which they are not needed."""
+        if not len(self.list):
+            return {}
         order = np.argsort(self.last_step, kind="stable")
         steps, edges = np.unique(self.last_step[order], return_index=True)
         return {int(step): tuple(part.tolist()) for step, part in zip(steps, np.split(order, edges[1:]), strict=True)}
 
 
-def work_list(plan: EpochPlan, rank: int, spec: SampleSpec, lengths: EpisodeLengths, *, max_steps: int | None = None) -> WorkList:
-    """Turns a rank's plan into work.
+def work_list(plan: EpochPlan, ranked: RankPlan, spec: SampleSpec, lengths: EpisodeLengths, *, start: int, stop: int) -> WorkList:
+    """Turns a stretch of a rank's plan into work.
+
+    Consecutive stretches of one ``ranked`` cost the same as one long one, in pool orders too.
 
     Args:
         plan: the epoch's plan.
-        rank: data-parallel rank.
+        ranked: the rank's plan.
         spec: what samples consist of.
         lengths: frames of whole episodes; windows clamp to them.
-        max_steps: deliver at most that many batches.
-
-    Raises:
-        SettingsError: the plan repeats for ever, which streams do epoch by epoch.
+        start: first step.
+        stop: end of the steps, exclusive.
     """
-    if plan.settings.tail == "loop":
-        raise SettingsError("tail 'loop' repeats inside one endless epoch: streams repeat epoch by epoch, use tail 'pad'")
-    ranked = plan.rank(rank)
-    start = ranked.start_step
-    stop = ranked.steps if max_steps is None else min(ranked.steps, start + max_steps)
-    columns: list[tuple[NDArray[np.int64], ...]] = []
-    for worker, order in enumerate(ranked.orders):
-        admission = order.admission()
-        first, last = ranked.step_of(worker, admission.first), ranked.step_of(worker, admission.last)
-        columns.append((np.full(len(first), worker), admission.entry, admission.bytes, np.maximum(first, start), last))
-    worker, entry, nbytes, first, last = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    filler_worker, filler = ranked.filler
-    filler_entry = int(filler.entry[0])
-    if filler_entry >= 0 and ranked.steps > ranked.turns.total:
-        last = np.where((worker == filler_worker) & (entry == filler_entry), ranked.steps - 1, last)
-    alive = np.flatnonzero((last >= start) & (first < stop))
-    alive = alive[np.lexsort((np.arange(len(alive)), first[alive]))]
-    worker, entry, nbytes, first, last = worker[alive], entry[alive], nbytes[alive], first[alive], last[alive]
-    key_of = [np.full(len(order.pieces), -1, dtype=np.int64) for order in ranked.orders]
-    dataset, episode, lo, hi = (np.zeros(len(alive), dtype=np.int64) for _ in range(4))
-    needed: dict[int, NDArray[np.int64]] = {}
-    done = ranked.samples_before(start)
-    for number, order in enumerate(ranked.orders):
-        mine = np.flatnonzero(worker == number)
-        rows = entry[mine]
-        key_of[number][rows] = mine
-        pieces = order.pieces
-        dataset[mine], episode[mine] = pieces.dataset[rows], pieces.episode[rows]
-        lo[mine], hi[mine] = pieces.lo[rows], pieces.hi[rows]
-        admission = order.admission()
-        begun = np.zeros(len(pieces), dtype=np.bool_)
-        begun[admission.entry[admission.first < done[number]]] = True
-        open_rows = rows[begun[rows] | ~pieces.fresh[rows]]
-        for row, frames in _left(order, done[number], open_rows).items():
-            key = int(key_of[number][row])
-            needed[key] = frames
-            lo[key], hi[key] = int(frames.min()), int(frames.max()) + 1
-    if filler_entry >= 0:
-        filler_key = int(key_of[filler_worker][filler_entry])
-    else:
-        filler_key = len(first)
-        unit, frame = int(filler.unit[0]), int(filler.frame[0])
-        dataset = np.append(dataset, int(plan.units.dataset[unit]))
-        episode = np.append(episode, int(plan.units.episode[unit]))
-        lo, hi = np.append(lo, frame), np.append(hi, frame + 1)
-        nbytes = np.append(nbytes, int(plan.units.bytes[unit]))
-        first = np.append(first, min(ranked.turns.total, ranked.steps))
-        last = np.append(last, ranked.steps - 1)
-    listed = UnitList(np.arange(len(episode), dtype=np.int64), dataset.astype(np.int32), episode, lo, hi, nbytes.astype(np.int64))
-    pictures = _pictures(spec, listed, lengths)
-    size = plan.settings.batch_size
-    return WorkList(listed, first, last, pictures, needed, size, ranked, plan.epoch, start, stop, tuple(key_of), filler_key)
+    table = _table(ranked, start, max(start, stop))
+    # Under ``loop`` a piece of another pass over the data is another unit.
+    keys, first, last, samples = _numbered(table, table.cycle if plan.settings.tail == "loop" else table.cycle * 0)
+    lo = np.full(len(first), np.iinfo(np.int64).max)
+    hi = np.zeros(len(first), dtype=np.int64)
+    np.minimum.at(lo, keys, table.frame)
+    np.maximum.at(hi, keys, table.frame + 1)
+    unit = table.unit[first]
+    dataset, episode, nbytes = plan.units.dataset[unit], plan.units.episode[unit], plan.units.bytes[unit]
+    needed = _frames_of(keys, table.frame, np.flatnonzero(samples != hi - lo))
+    listed = UnitList(np.arange(len(first), dtype=np.int64), dataset.astype(np.int32), episode, lo, hi, nbytes)
+    step = table.step
+    return WorkList(
+        listed,
+        step[first],
+        step[last],
+        first,
+        last,
+        _pictures(spec, listed, lengths),
+        needed,
+        plan.settings.batch_size,
+        plan.epoch,
+        start,
+        max(start, stop),
+        table,
+        keys,
+    )
 
 
-def _left(order: Order, done: int, entries: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
-    """Frames that are left of some pieces of an order after ``done`` samples, ascending."""
-    if not len(entries):
+def _table(ranked: RankPlan, start: int, stop: int) -> RankTable:
+    """The stretch's batches; those beyond the rank's own come last, because what fills them is only known behind those."""
+    own = min(max(ranked.turns.total, start), stop)
+    parts = [ranked.table(begin, end) for begin, end in ((start, own), (own, stop)) if end > begin]
+    if not parts:
+        return ranked.table(start, start)
+    return (
+        parts[0] if len(parts) == 1 else RankTable(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS})
+    )
+
+
+_COLUMNS = ("step", "worker", "unit", "frame", "is_pad", "position", "entry", "cycle")
+
+
+def _numbered(
+    table: RankTable, cycle: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Unit of every sample, numbered by first use; first and last row of each, and its samples without repeats."""
+    empty = np.zeros(0, dtype=np.int64)
+    if not len(table.unit):
+        return empty, empty, empty, empty
+    # A piece of another worker, or the filler that belongs to none (entry -1), is another unit of work.
+    word = (cycle * (int(table.worker.max()) + 1) + table.worker) * (int(table.entry.max()) + 2) + table.entry + 1
+    _, first, inverse = np.unique(word, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    keys = rank[inverse]
+    last = np.empty(len(order), dtype=np.int64)
+    last[keys] = np.arange(len(keys))
+    samples = np.bincount(keys[~table.is_pad], minlength=len(order))
+    return keys, first[order].astype(np.int64), last, samples
+
+
+def _frames_of(keys: NDArray[np.int64], frames: NDArray[np.int64], wanted: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
+    """Distinct frames of some units, ascending."""
+    if not len(wanted):
         return {}
-    begin, end = order.extent(entries)
-    begin = max(begin, done)
-    if end - begin > _SCAN_SAMPLES:
-        return {}
-    wanted = np.zeros(len(order.pieces), dtype=np.bool_)
-    wanted[entries] = True
-    found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-    for at in range(begin, end, 1 << 16):
-        span = order.span(at, min(at + (1 << 16), end))
-        inside = wanted[span.entry]
-        found.append((span.entry[inside], span.frame[inside]))
-    entry, frame = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return {int(row): np.unique(frame[entry == row]) for row in entries.tolist() if (entry == row).any()}
+    chosen = np.zeros(int(keys.max()) + 1, dtype=np.bool_)
+    chosen[wanted] = True
+    rows = np.flatnonzero(chosen[keys])
+    order = rows[np.lexsort((frames[rows], keys[rows]))]
+    edges = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    parts = np.split(frames[order], edges[1:])
+    return {int(keys[order[edge]]): np.unique(part) for edge, part in zip(edges.tolist(), parts, strict=True)}
 
 
 def _pictures(spec: SampleSpec, units: UnitList, lengths: EpisodeLengths) -> NDArray[np.int64]:

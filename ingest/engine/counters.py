@@ -27,9 +27,24 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "reelray_retries": "Pieces of work done again after a fault.",
         "reelray_quarantined": "Pieces of work given up because they kept killing their worker.",
         "reelray_episodes_skipped": "Episodes dropped by the damage policy.",
+        "reelray_compressed_bytes_peak": "Most bytes of compressed pictures that one rank held or had under way at a time.",
+        "reelray_decoded_bytes_peak": "Most bytes of decoded pictures that one rank held at a time.",
     }
 )
 """Every counter and what it counts."""
+
+PEAKS = frozenset({"reelray_compressed_bytes_peak", "reelray_decoded_bytes_peak"})
+"""Counters that hold the largest value of all that are merged, not their sum."""
+
+
+def merge_counts(totals: dict[str, float], other: Mapping[str, float]) -> None:
+    """Adds other totals to ``totals``; of peaks the larger one stays.
+
+    Raises:
+        KeyError: a name is no counter.
+    """
+    for name, amount in other.items():
+        totals[name] = max(totals[name], amount) if name in PEAKS else totals[name] + amount
 
 
 class Counters:
@@ -47,8 +62,12 @@ class Counters:
     def merge(self, other: Mapping[str, float]) -> None:
         """Adds another set of totals, for example one that came from a decode actor."""
         with self._lock:
-            for name, amount in other.items():
-                self._totals[name] += amount
+            merge_counts(self._totals, other)
+
+    def at_least(self, name: str, value: float) -> None:
+        """Raises a peak."""
+        with self._lock:
+            self._totals[name] = max(self._totals[name], value)
 
     @contextmanager
     def timed(self, name: str) -> Generator[None]:

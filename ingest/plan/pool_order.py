@@ -41,6 +41,8 @@ class PoolOrder(Order):
         # Admissions are found by a third one that runs ahead of reading.
         self._scout: CoveragePool | None = None
         self._stored: bytes | None = None
+        # The last sample fills batches; without it at hand, asking for it again would replay the whole order.
+        self._tail: Span | None = None
 
     def __len__(self) -> int:
         return self._total
@@ -73,9 +75,14 @@ class PoolOrder(Order):
         return self._pool
 
     def _span(self, start: int, stop: int) -> Span:
+        if self._tail is not None and start == self._total - 1:
+            return self._tail
         entry, offset = self.pool_at(start).take(stop - start)
         frame = self.pieces.frames(entry, offset, None)
-        return Span(entry, self.pieces.unit[entry], frame, self.pieces.copy[entry])
+        span = Span(entry, self.pieces.unit[entry], frame, self.pieces.copy[entry])
+        if stop == self._total:
+            self._tail = span.take(np.array([len(span) - 1]))
+        return span
 
     def _admission(self, start: int, stop: int) -> Admission:
         pool = self._scout = self._advanced(self._scout, start)

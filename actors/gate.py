@@ -1,0 +1,35 @@
+"""Lets read tasks wait for byte credits that the rank grants in plan order."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+
+class PlanGate:
+    """One growing number for each list of units: those numbered below it may be fetched.
+
+    The rank grants, read tasks wait. Grants only grow, so a read task that runs again after a loss does not wait twice.
+    """
+
+    def __init__(self) -> None:
+        self._granted: dict[str, int] = {}
+        self._changed = asyncio.Condition()
+
+    async def grant(self, key: str, granted: int) -> None:
+        """Units of a list that may be fetched; -1 forgets the list and lets everyone pass."""
+        async with self._changed:
+            self._granted[key] = max(granted, self._granted.get(key, 0)) if granted >= 0 else 1 << 62
+            self._changed.notify_all()
+
+    async def wait(self, key: str, number: int) -> None:
+        """Returns once a unit of a list may be fetched."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._granted.get(key, 0) > number)
+
+
+def start_gate() -> Any:
+    """A gate actor that ends with the calling process; it reserves no CPU and answers any number of waiting tasks."""
+    return ray.remote(PlanGate).options(num_cpus=0, max_concurrency=1000).remote()
