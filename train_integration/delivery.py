@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from actors.manager import PoolSettings, start_manager, stop_services
+from actors.resources import wait_for_resources
 from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
 from ingest.errors import CursorError, DamagedDataError, ReelrayError
@@ -59,7 +61,14 @@ class DeliverySummary:
 
 
 def deliver_locally(
-    dataset: Dataset, description: StreamDescription, plan: EpochPlan, *, ranks: list[int], max_steps: int | None, digests: bool
+    dataset: Dataset,
+    description: StreamDescription,
+    plan: EpochPlan,
+    *,
+    ranks: list[int],
+    max_steps: int | None,
+    digests: bool,
+    progress: Callable[[int], object] | None = None,
 ) -> DeliverySummary:
     """Delivers ranks one after another with the single-process engine.
 
@@ -70,6 +79,7 @@ def deliver_locally(
         ranks: ranks to deliver.
         max_steps: batches per rank, at most.
         digests: whether order rows carry picture digests.
+        progress: told the samples of every batch.
 
     Raises:
         DamagedDataError: an episode is damaged and the policy says to stop.
@@ -107,6 +117,8 @@ def deliver_locally(
                         order_rows(delivery, rank, batch, dataset.spec.cameras, digests=digests, recipe=dataset.recipe),
                     )
                     reached = planned.step + 1
+                    if progress is not None:
+                        progress(len(planned))
                 break
             except DamagedDataError as error:
                 if description.config.damage != "skip_episode" or error.episode is None:
@@ -163,6 +175,7 @@ def deliver_through_ray(
     """
     settings = description.with_topology(world_size=world_size)
     plan = plan_epoch(description.units, settings, cursor, epoch=epoch)
+    wait_for_resources({"CPU": float(world_size)}, f"{world_size} Train workers of 1 CPU")
     manager = start_manager(pool) if description.config.decode == "pool" else None
     ledger = ledger if ledger is not None else start_ledger()
     shared = replace(description, config=replace(description.config, plan=settings, epochs=1))

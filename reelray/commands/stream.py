@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from ingest.errors import SettingsError
-from ingest.plan import plan_epoch
+from ingest.plan import EpochPlan, plan_epoch
 from reelray.commands.common import (
     Flat,
     OrderArguments,
@@ -20,6 +20,7 @@ from reelray.commands.common import (
     print_facts,
     print_json,
     print_language,
+    progress_bar,
 )
 from train_integration.options import StreamConfig, open_stream
 
@@ -89,7 +90,10 @@ class Stream:
         if self.engine == "local" or order.dp_rank is not None:
             plan = plan_epoch(description.units, settings, cursor, epoch=order.epoch)
             ranks = list(range(order.ranks)) if order.dp_rank is None else [order.dp_rank]
-            summary = deliver_locally(dataset, description, plan, ranks=ranks, max_steps=self.max_steps, digests=self.digests)
+            with progress_bar(_samples(plan, ranks, self.max_steps), " samples", "delivering") as bar:
+                summary = deliver_locally(
+                    dataset, description, plan, ranks=ranks, max_steps=self.max_steps, digests=self.digests, progress=bar.update
+                )
         else:
             from actors.manager import PoolSettings
             from train_integration.cluster import ray_session
@@ -142,3 +146,13 @@ class Stream:
                 print(f"skipped episode {record['episode']} ({record['frames']} frames): {record['message']}")
             print_language(language_report(dataset))
         return 0
+
+
+def _samples(plan: EpochPlan, ranks: list[int], max_steps: int | None) -> int:
+    """Samples that some ranks deliver, to scale a progress bar."""
+    total = 0
+    for rank in ranks:
+        ranked = plan.rank(rank)
+        steps = ranked.steps - ranked.start_step
+        total += plan.settings.batch_size * (steps if max_steps is None else min(steps, max_steps))
+    return total
