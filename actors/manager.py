@@ -17,10 +17,14 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.decode_pool import DecodeActor
+from actors.node_cache import NodeCacheActor
+from actors.resources import wait_for_resources
 from ingest import __version__
 from ingest.errors import ResourceUnavailableError, VersionSkewError
 
 _LOG = logging.getLogger("reelray.actors")
+_CACHE_THREADS = 16
+"""Requests that a node's cache answers at once; those for another dataset do not wait for a build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class PoolSettings:
     Attributes:
         actors: decode actors per node; None takes the node's free CPUs, and one where none is free.
         cpus: logical CPUs that each actor reserves; 0 where none is free and ``actors`` is None.
-        start_timeout_s: seconds to wait for an actor to be scheduled and to answer.
+        start_timeout_s: seconds to wait for actors to start and to answer.
     """
 
     actors: int | None = None
@@ -52,6 +56,7 @@ class _Manager:
             )
         self._settings = settings
         self._pools: dict[str, list[ActorHandle]] = {}
+        self._caches: dict[str, ActorHandle] = {}
         self._making = threading.Lock()
 
     def decode_pool(self, node_id: str) -> list[ActorHandle]:
@@ -65,10 +70,37 @@ class _Manager:
         """How many decode actors each node has."""
         return {node_id: len(pool) for node_id, pool in self._pools.items()}
 
+    def node_cache(self, node_id: str) -> ActorHandle:
+        """The cache of one node, made at the first request."""
+        with self._making:
+            if node_id not in self._caches:
+                self._caches[node_id] = self._make_cache(node_id)
+            return self._caches[node_id]
+
+    def _make_cache(self, node_id: str) -> ActorHandle:
+        cache_class: Any = NodeCacheActor
+        own = str(ray.get_runtime_context().get_actor_id())[:8]
+        cache = cache_class.options(
+            name=f"reelray-cache-{node_label(node_id)}-{own}",
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=_CACHE_THREADS,
+        ).remote(__version__)
+        ready, _ = ray.wait([cache.ping.remote()], timeout=self._settings.start_timeout_s)
+        if not ready:
+            ray.kill(cache)
+            raise ResourceUnavailableError(
+                f"the cache of node {node_label(node_id)} did not start within {self._settings.start_timeout_s:.0f} s although it asks "
+                "for 0 CPUs; check `ray status` for a node that is gone or out of memory"
+            )
+        ray.get(ready)  # raises VersionSkewError of the actor
+        return cache
+
     def _make_pool(self, node_id: str) -> list[ActorHandle]:
         settings = self._settings
-        per_node: Any = ray.state.available_resources_per_node()  # pyright: ignore[reportAttributeAccessIssue]
-        free = float(per_node.get(node_id, {}).get("CPU", 0.0))
+        free = _free_on(node_id).get("CPU", 0.0)
         count, cpus = settings.actors, settings.cpus
         if count is None:
             count = int(free // cpus) if cpus > 0 else 1
@@ -79,6 +111,10 @@ class _Manager:
                     node_label(node_id),
                     free,
                 )
+        else:
+            wait_for_resources(
+                {"CPU": count * cpus}, f"{count} decode actors on node {node_label(node_id)}", available=lambda: _free_on(node_id)
+            )
         actor_class: Any = DecodeActor
         own = str(ray.get_runtime_context().get_actor_id())[:8]
         actors: list[ActorHandle] = [
@@ -97,12 +133,17 @@ class _Manager:
             for actor in actors:
                 ray.kill(actor)
             raise ResourceUnavailableError(
-                f"{len(late)} of {count} decode actors were not scheduled on node {node_label(node_id)} within "
+                f"{len(late)} of {count} decode actors did not answer on node {node_label(node_id)} within "
                 f"{settings.start_timeout_s:.0f} s: each asks for {cpus:g} CPU and the node had {free:g} free; "
-                "lower --decode-actors or the CPUs of the Train workers"
+                "lower --decode-actors or the CPUs of the Train workers, and look for failing starts in the actors' logs"
             )
         ray.get(ready)  # raises VersionSkewError of an actor
         return actors
+
+
+def _free_on(node_id: str) -> dict[str, float]:
+    per_node: Any = ray.state.available_resources_per_node()  # pyright: ignore[reportAttributeAccessIssue]
+    return dict(per_node.get(node_id, {}))
 
 
 def start_manager(settings: PoolSettings | None = None) -> ActorHandle:

@@ -16,6 +16,7 @@ import ray.train
 from ray.actor import ActorHandle
 from ray.train import DataConfig
 
+from actors.node_cache import node_index
 from actors.pool_client import DecodePoolClient
 from ingest.engine.counters import Counters
 from ingest.errors import ResourceUnavailableError, SettingsError
@@ -53,7 +54,9 @@ def publish_stream(description: StreamDescription, manager: ActorHandle | None, 
     """Puts a description where every rank of the cluster finds it. Call it in the driver."""
     if description.config.decode == "pool" and manager is None:
         raise SettingsError("decode='pool' needs a service manager: pass actors.manager.start_manager()")
-    return StreamHandles(ray.put(description), ray.put(description.job), manager, description.job.source.store.url, **options)
+    job = replace(description.job, index=node_index(description.job.index, manager))
+    description = replace(description, job=job)
+    return StreamHandles(ray.put(description), ray.put(job), manager, job.source.store.url, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ingest.video.sidecar.lookup import IndexRequest
 
 _LOG = logging.getLogger("reelray.engine")
 _LOGGED_SHARE = 0.05
+_LOGGED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class IndexOptions:
         use_sidecar: find or build the MP4 sidecar; off reads the heads of files as they are needed.
         lock_timeout_s: longest wait for another process that builds the same sidecar.
         workers: files indexed at once.
-        progress: called after every file of a build; None logs every twentieth of it.
+        progress: called after every file of a build; None logs every twentieth of it, once a second at most.
     """
 
     use_sidecar: bool = True
@@ -141,14 +142,14 @@ def open_index(videos: IndexedSource, options: IndexOptions) -> VideoIndex:
 
 
 def _logging_progress(where: str) -> Callable[[BuildProgress], None]:
-    logged = 0.0
+    share = seconds = 0.0
 
     def log(progress: BuildProgress) -> None:
-        nonlocal logged
-        share = progress.done / progress.total
-        if share - logged < _LOGGED_SHARE and progress.done < progress.total:
+        nonlocal share, seconds
+        reached = progress.done / progress.total
+        if reached - share < _LOGGED_SHARE or progress.elapsed_s - seconds < _LOGGED_S:
             return
-        logged = share
+        share, seconds = reached, progress.elapsed_s
         left = "" if progress.eta_s is None else f", {progress.eta_s:.0f} s left"
         _LOG.info("%s: indexed %d of %d video files (%.1f/s%s)", where, progress.done, progress.total, progress.rate, left)
 

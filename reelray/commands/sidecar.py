@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from ingest.errors import ObjectNotFoundError, SettingsError, SidecarError
 from reelray.commands.common import Flat, PlaceArguments, human_bytes, print_facts, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from ingest.video.sidecar.build import BuildProgress, Progress
+    from ingest.video.sidecar.build import BuildProgress, BuildReport, Progress
     from ingest.video.sidecar.publish import PublishedSidecar
 
 Positional = tyro.conf.Positional
@@ -83,6 +84,14 @@ class SidecarBuild:
     """Read the payload once and record a checksum per run between random-access points."""
     force: bool = False
     """Build even where a valid sidecar is."""
+    lock_timeout_s: float = 1800.0
+    """Longest wait for another process that builds the same sidecar, in seconds."""
+    cluster: bool = False
+    """Index with Ray tasks, and bring the sidecar to every node."""
+    tasks: int | None = None
+    """With --cluster: indexing tasks at once; one per CPU of the cluster when unset."""
+    address: str | None = None
+    """With --cluster: Ray cluster to join; RAY_ADDRESS, or a local one, when unset."""
     push: bool = False
     """Publish it beside its dataset; needs an hf:// location and the complete dataset."""
     json: bool = False
@@ -90,35 +99,21 @@ class SidecarBuild:
 
     def run(self) -> int:
         """Builds."""
-        from ingest.video.sidecar.build import build_sidecar
-        from ingest.video.sidecar.spec import describe_source
-
-        for name in ("workers", "max_probe_mb", "episodes"):
+        for name in ("workers", "max_probe_mb", "episodes", "tasks"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
+        if not self.cluster and (self.tasks is not None or self.address is not None):
+            raise SettingsError("tasks and address have no meaning without --cluster")
         opened = self.about.open(self.src)
         if self.push:
             _publisher(opened, complete=self.episodes is None).check_access()
         paths = opened.paths if self.episodes is None else opened.first_episodes(self.episodes)
         if not paths:
             raise SidecarError(f"{opened.store.url} has no video files, so it needs no sidecar")
-        output = self.output
-        if output is None:
-            if self.episodes is not None:
-                raise SettingsError("a sidecar of some episodes is not one that streams look for: give --output")
-            output = describe_source(opened.store, paths, **opened.identity()).cache_path(settings.lerobot_home())
+        if self.output is None and self.episodes is not None:
+            raise SettingsError("a sidecar of some episodes is not one that streams look for: give --output")
         with progress_bar(len(paths), " files", "indexing") as bar:
-            report = build_sidecar(
-                opened.store,
-                paths,
-                output,
-                **opened.identity(),
-                workers=self.workers,
-                max_probe_bytes=self.max_probe_mb << 20,
-                checksums=self.checksums,
-                force=self.force,
-                progress=_progress(bar),
-            )
+            report, cluster = self._build(opened, paths, _progress(bar))
         published = _push(opened, report.path) if self.push else None
         facts: dict[str, Any] = {
             "sidecar": str(report.path),
@@ -127,22 +122,58 @@ class SidecarBuild:
             "data_root": report.spec.data_root,
             "reused": report.reused,
             "files": report.files,
-            "samples": report.samples,
+            "samples": None if report.reused else report.samples,
             "checksums": report.checksums,
             "bytes_read": report.bytes_read,
             "source_bytes": report.source_bytes,
             "seconds": round(report.elapsed_s, 3),
             "truncated": report.truncated,
             "published": None if published is None else published.location,
+            **cluster,
         }
+        failed = any(node["origin"] == "failed" for node in cluster.get("nodes", ()))
         if self.json:
             print_json(facts)
-            return 0
-        shown = {name.replace("_", " "): value for name, value in facts.items() if value is not None and name != "truncated"}
+            return int(failed)
+        shown = {name.replace("_", " "): value for name, value in facts.items() if value is not None and name not in {"truncated", "nodes"}}
         print_facts(shown | {"bytes read": human_bytes(report.bytes_read), "source bytes": human_bytes(report.source_bytes)})
         for path, count in report.truncated.items():
             print(f"warning: {path}: {count} samples lie beyond the end of the file: it is truncated")
-        return 0
+        for node in cluster.get("nodes", ()):
+            print(f"node {node['node'][:8]}: {node['origin']} {node['message']}".rstrip())
+        return int(failed)
+
+    def _build(self, opened: IndexedSource, paths: Sequence[str], progress: Progress) -> tuple[BuildReport, dict[str, Any]]:
+        from ingest.video.sidecar.build import build_sidecar
+        from ingest.video.sidecar.spec import describe_source
+
+        if self.cluster:
+            from actors.sidecar_build import ClusterSettings, build_on_cluster
+            from train_integration.cluster import ray_session
+
+            how = ClusterSettings(
+                tasks=self.tasks,
+                max_probe_bytes=self.max_probe_mb << 20,
+                checksums=self.checksums,
+                force=self.force,
+                lock_timeout_s=self.lock_timeout_s,
+            )
+            with ray_session(address=self.address):
+                done = build_on_cluster(opened, how, paths=paths, output=self.output, progress=progress)
+            return done.build, {"resumed": done.resumed, "tasks": done.tasks, "nodes": [asdict(node) for node in done.nodes]}
+        report = build_sidecar(
+            opened.store,
+            paths,
+            self.output or describe_source(opened.store, paths, **opened.identity()).cache_path(settings.lerobot_home()),
+            **opened.identity(),
+            workers=self.workers,
+            max_probe_bytes=self.max_probe_mb << 20,
+            checksums=self.checksums,
+            force=self.force,
+            lock_timeout_s=self.lock_timeout_s,
+            progress=progress,
+        )
+        return report, {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

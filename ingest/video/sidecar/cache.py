@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from ingest import settings
 from ingest.errors import ObjectNotFoundError, SidecarError, StorageError
@@ -31,7 +31,21 @@ from ingest.video.sidecar.spec import PUBLISHED_FOLDER, SidecarSpec, describe_so
 _LOG = logging.getLogger(__name__)
 _COPY_BYTES = 1 << 20
 
-Published = Store | Callable[[], Store | None] | None
+
+@runtime_checkable
+class Shelf(Protocol):
+    """Where finished sidecars can be read; every store is one."""
+
+    def open(self, path: str) -> BinaryIO:
+        """Opens a file below the root.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+        """
+        ...
+
+
+Published = Shelf | Callable[[], Shelf | None] | None
 """Read access to where sidecars are published, what gives it when it is needed, or None to look nowhere."""
 
 
@@ -130,11 +144,11 @@ def _cached(target: Path, spec: SidecarSpec, home: Path) -> ResolvedSidecar | No
         return ResolvedSidecar(target, archive.spec, "cache", archive.has_checksums)
 
 
-def _fetch(published: Store | Callable[[], Store | None], spec: SidecarSpec, target: Path) -> bool:
+def _fetch(published: Shelf | Callable[[], Shelf | None], spec: SidecarSpec, target: Path) -> bool:
     """Copies the published sidecar into the cache when it is there, whole and of this source."""
     path = f"{PUBLISHED_FOLDER}/{spec.published().file_name()}"
     try:
-        place = published if isinstance(published, Store) else published()
+        place = published if isinstance(published, Shelf) else published()
     except StorageError as error:
         _LOG.warning("no look at published MP4 sidecars: %s", error)
         return False
@@ -157,7 +171,7 @@ def _fetch(published: Store | Callable[[], Store | None], spec: SidecarSpec, tar
     return True
 
 
-def _copy(published: Store, path: str, local: BinaryIO) -> None:
+def _copy(published: Shelf, path: str, local: BinaryIO) -> None:
     # Only reading is guarded: a cache that cannot be written is the user's to know about.
     try:
         remote = published.open(path)

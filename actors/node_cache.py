@@ -1,0 +1,175 @@
+"""One cache per node: makes sure that the mapped index of a dataset exists there once, and tells the node's processes where.
+
+Ranks and read tasks open the index as a memory map, so all of them share its pages; only its place travels through Ray.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from ingest import __version__
+from ingest.errors import ReelrayError, ResourceUnavailableError, VersionSkewError
+from ingest.storage.base import Store
+from ingest.video.index import VideoIndex
+from ingest.video.sidecar.lookup import IndexRequest, SidecarIndex
+from ingest.video.tables import SampleTable
+
+_LOG = logging.getLogger("reelray.actors")
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPlace:
+    """Where the index of a dataset lies on one node.
+
+    Attributes:
+        sidecar: the sidecar file.
+        cache_home: cache folder of the node.
+        origin: how it came there: ``cache``, ``published`` (or handed over by the driver), ``built``.
+        has_checksums: whether payload can be verified.
+    """
+
+    sidecar: Path
+    cache_home: Path
+    origin: str
+    has_checksums: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A finished sidecar in Ray's object store, as a shelf to look for one.
+
+    Attributes:
+        content: the bytes of the file.
+    """
+
+    content: ray.ObjectRef[bytes]
+
+    def open(self, path: str) -> BinaryIO:  # noqa: ARG002 - there is one file
+        return io.BytesIO(ray.get(self.content))
+
+
+class NodeCache:
+    """Serves the processes of one node; the class behind `NodeCacheActor`."""
+
+    def __init__(self, version: str) -> None:
+        if version != __version__:
+            raise VersionSkewError(f"the driver runs reelray {version}, this node cache {__version__}: install one version on every node")
+        self._places: dict[str, IndexPlace] = {}
+        self._making: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def ping(self) -> str:
+        """Answers once the actor is up; the version that it runs."""
+        return __version__
+
+    def index(self, request: IndexRequest, shelf: HandedOver | None) -> IndexPlace:
+        """Where the index of a dataset is; found, taken over or built at the first request.
+
+        Args:
+            request: how to find or build it.
+            shelf: the driver's own sidecar.
+
+        Raises:
+            ReelrayError: it can neither be found nor built here.
+        """
+        key = request.key()
+        with self._lock:
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            if key not in self._places:
+                found = request.open(published=shelf)
+                assert found.sidecar is not None  # requests name at least one file
+                self._places[key] = IndexPlace(found.sidecar, found.cache_home, found.origin, found.has_checksums)
+                _LOG.info("the index of %s is at %s (%s)", request.repo_id, found.mapped.path, found.origin)
+            return self._places[key]
+
+    def places(self) -> dict[str, IndexPlace]:
+        """What is known on this node, by request key."""
+        with self._lock:
+            return dict(self._places)
+
+
+NodeCacheActor = ray.remote(num_cpus=0)(NodeCache)
+"""`NodeCache` as an actor; made by `actors.manager`, one per node."""
+
+
+@dataclass(slots=True)
+class NodeIndex:
+    """A `VideoIndex` that asks the cache of the node where it is used. Thread-safe; pickles without what it has opened.
+
+    Attributes:
+        manager: the job's manager, which knows the nodes' caches.
+        request: which index.
+        shelf: the driver's sidecar, for nodes that have none.
+    """
+
+    manager: ActorHandle
+    request: IndexRequest
+    shelf: HandedOver | None = None
+    _index: SidecarIndex | None = field(default=None, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def table(self, path: str) -> SampleTable:
+        """The sample table of one video file.
+
+        Raises:
+            SidecarError: the file is not in the sidecar, or it is damaged.
+            ResourceUnavailableError: the node's cache does not answer.
+        """
+        return self.opened().table(path)
+
+    def check_unchanged(self, store: Store, path: str) -> None:
+        """Compares a file with the one that was indexed; see `SidecarIndex`."""
+        self.opened().check_unchanged(store, path)
+
+    def opened(self) -> SidecarIndex:
+        """The node's index, opened at the first call."""
+        with self._lock:
+            if self._index is None:
+                place = self._ask()
+                lock_timeout_s = self.request.lock_timeout_s
+                self._index = SidecarIndex(place.sidecar, place.cache_home, place.origin, place.has_checksums, lock_timeout_s, self.request)
+            return self._index
+
+    def _ask(self) -> IndexPlace:
+        manager: Any = self.manager
+        node_id = ray.get_runtime_context().get_node_id()
+        lost: RayActorError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
+                cache: Any = ray.get(manager.node_cache.remote(node_id))
+                return ray.get(cache.index.remote(self.request, self.shelf))
+            except RayActorError as error:
+                lost = error  # Ray restarts the cache; what it had built is on the disk
+            except RayTaskError as error:
+                if isinstance(error.cause, ReelrayError):
+                    raise error.cause from error
+                raise
+        raise ResourceUnavailableError(f"the cache of node {node_id[:8]} was lost {_ATTEMPTS} times in a row: {lost}") from lost
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (NodeIndex, (self.manager, self.request, self.shelf))
+
+
+def node_index(index: VideoIndex, manager: ActorHandle | None) -> VideoIndex:
+    """The same index for use on every node of the cluster. Call it in the driver.
+
+    Args:
+        index: as opened by the driver.
+        manager: the job's manager; without one, nodes find or build the index under the lock of their cache.
+    """
+    if manager is None or not isinstance(index, SidecarIndex) or index.request is None or index.sidecar is None:
+        return index
+    alone = sum(1 for node in ray.nodes() if node["Alive"]) < 2
+    shelf = None if alone else HandedOver(ray.put(index.sidecar.read_bytes()))
+    return NodeIndex(manager, replace(index.request, checksums=index.has_checksums), shelf)
