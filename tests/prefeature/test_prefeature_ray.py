@@ -1,0 +1,168 @@
+"""The build on a local Ray cluster: kills, hangs, stops and worker counts change nothing about the bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from tinydata import KEY, SHORT, STEP, prepare, tree_digest
+
+from actors.prefeature_build import BuildSettings, BuildState, run_build
+from actors.prefeature_holdout import run_holdout
+from actors.prefeature_validate import ray_mapper
+from ingest.errors import MetadataError, PoisonedWorkError, ResourceUnavailableError
+from ingest.prefeature import layout
+from ingest.prefeature.config import read_cases, read_config
+from ingest.prefeature.holdout import HoldoutItem
+from ingest.prefeature.journal import read_journals
+from ingest.prefeature.merge import merge
+from ingest.prefeature.teachers import TeacherChoice
+from ingest.prefeature.validate import validate
+from train_integration.prefeature_stream import PrefeatureStreamConfig
+from train_integration.prefeature_training import PrefeatureTraining, train
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+CHOICE = TeacherChoice("reference", SHORT.to_json())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """The session's cluster, or one of our own."""
+    if ray.is_initialized():
+        yield
+        return
+    root = Path(__file__).resolve().parents[2]
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}}
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    ray.init(
+        address="local", num_cpus=6, object_store_memory=300_000_000, include_dashboard=False, log_to_driver=False, runtime_env=environment
+    )
+    yield
+    ray.shutdown()
+
+
+def settings(workers: int, **options: object) -> BuildSettings:
+    """Small CPU workers."""
+    return BuildSettings(workers=workers, num_gpus=0, num_cpus=0.5, threads=1, **({"stall_timeout_s": 60.0} | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("workers", "kills"), [(1, 1), (2, 2), (3, 0), (4, 2)])
+def test_any_number_of_workers_and_kills_gives_the_same_bytes(short_built: Path, tmp_path: Path, workers: int, kills: int) -> None:
+    root, _ = prepare(tmp_path)
+    chosen = random.Random(workers)
+    killed: list[int] = []
+
+    def chaos(state: BuildState) -> None:
+        alive = [pid for pid in state.pids.values() if pid not in killed]
+        if len(killed) < kills and state.chunks + 3 * state.done >= 5 * (len(killed) + 1) and alive:
+            killed.append(chosen.choice(alive))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    state, reports, finished = run_build(root, CHOICE, settings(workers, attempts=6), on_progress=chaos)
+    assert finished
+    assert len(killed) == kills
+    assert state.done == state.total == 8
+    assert len({(report.case_id, report.action_id) for report in reports}) == 8
+    merge(root, verify_hashes=True)
+    report = validate(root, mapper=ray_mapper(root, full=True))
+    assert report.ok, report.to_text()
+    assert tree_digest(root) == tree_digest(short_built)
+
+
+def test_a_killed_driver_leaves_a_build_that_goes_on(dataset: Path, short_built: Path) -> None:
+    """What a driver leaves is what its workers committed: drop the tail of every journal and some files, then build again."""
+    path = dataset / layout.journal_path(0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: len(lines) // 2]))
+    (dataset / STEP).unlink()
+    run_build(dataset, CHOICE, settings(2))
+    merge(dataset)
+    assert validate(dataset).ok
+    assert tree_digest(dataset) == tree_digest(short_built)
+
+
+def test_a_stop_ends_after_the_chunks_under_way_and_can_be_continued(tmp_path: Path, short_built: Path) -> None:
+    root, _ = prepare(tmp_path)
+    seen: list[int] = []
+
+    def note(state: BuildState) -> None:
+        seen.append(state.chunks + state.done)
+
+    _, reports, finished = run_build(root, CHOICE, settings(2), on_progress=note, should_stop=lambda: bool(seen) and seen[-1] > 0)
+    assert not finished
+    assert len(read_journals(root, read_config(root).fingerprint).lines) > 0
+    with pytest.raises(MetadataError, match="pieces are missing"):
+        merge(root)
+    _, reports, finished = run_build(root, CHOICE, settings(2))
+    assert finished
+    assert len(reports) == 8
+    merge(root)
+    assert validate(root).ok
+    assert tree_digest(root) == tree_digest(short_built)
+
+
+def test_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
+    root, _ = prepare(tmp_path)
+    frozen: list[int] = []
+
+    def freeze(state: BuildState) -> None:
+        if not frozen and state.chunks + state.done > 0:
+            frozen.append(next(iter(state.pids.values())))
+            os.kill(frozen[0], signal.SIGSTOP)
+
+    started = time.monotonic()
+    state, _, finished = run_build(root, CHOICE, settings(2, stall_timeout_s=6.0), on_progress=freeze)
+    assert finished
+    assert state.restarts >= 1
+    assert time.monotonic() - started < 120
+    assert merge(root).records == 24
+
+
+def test_work_that_always_ends_its_worker_is_named(tmp_path: Path) -> None:
+    root, _ = prepare(tmp_path)
+
+    def kill(state: BuildState) -> None:
+        for pid in list(state.pids.values()):
+            if state.done == 0 and (root / "cases").exists() and state.restarts < 3:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(PoisonedWorkError, match="ended its worker 2 times"):
+        run_build(root, CHOICE, settings(1, attempts=2), on_progress=kill)
+
+
+def test_errors_of_workers_arrive_as_themselves(tmp_path: Path) -> None:
+    root, _ = prepare(tmp_path)
+    with pytest.raises(MetadataError, match="teacher_checkpoint_sha256: recorded"):
+        run_build(root, TeacherChoice("reference", SHORT.to_json(), seed=5), settings(1))
+    with pytest.raises(ResourceUnavailableError, match="64 workers need 64 CPU"):
+        run_build(root, CHOICE, BuildSettings(workers=64, num_gpus=0, num_cpus=1))
+
+
+def test_holdout_videos_on_the_cluster(short_built: Path, tmp_path: Path) -> None:
+    config = read_config(short_built)
+    case = read_cases(short_built, config)[0]
+    images = short_built.parent / "source"
+    item = HoldoutItem("test", 0, case.source_image, case.caption, case.source_sha256)
+    options = {"policy": "reuse_hidden", "workers": 1, "num_gpus": 0, "num_cpus": 0.5, "threads": 1}
+    root = tmp_path / "holdout"
+    root.mkdir()
+    assert run_holdout(root, images, [item], short_built, CHOICE, **options) == 8  # type: ignore[arg-type]
+    assert run_holdout(root, images, [item], short_built, CHOICE, **options) == 0  # type: ignore[arg-type]
+
+
+def test_training_survives_a_killed_rank_with_exact_coverage(short_built: Path, tmp_path: Path) -> None:
+    stream = PrefeatureStreamConfig(str(short_built), batch_size=1)
+    plan = PrefeatureTraining(stream=stream, epochs=2, save_every=2, crash_step=5, crash_marker=str(tmp_path / "crashed"))
+    result = train(plan, tmp_path / "run", workers=2, cpus_per_worker=0.5)
+    assert result.resumed
+    assert result.exact
+    assert result.losses[1] < result.losses[0]
+    assert KEY in result.delivered
