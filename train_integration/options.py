@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +36,8 @@ class StreamConfig:
         exclude_episodes: episodes to leave out.
         epochs: epochs to deliver; None goes on for ever.
         damage: what to do about damaged episodes.
-        image_transforms: injected picture transform; must pickle.
+        image_transforms: picture transform: ``(picture HWC, SampleKey)``, one of `train_integration.transforms`, or a
+            callable in torchvision's style (uint8 tensor CHW), which is seeded for every sample; must pickle.
         recipe: language recipe (see `open_dataset`): a file, a shipped name, a `TrainingRecipe`, or a
             `ingest.language.RenderStage` with policies and key names. Frames without supervision leave the selection.
         render: injected sample stage; must pickle; it gets what the recipe renders.
@@ -57,7 +59,7 @@ class StreamConfig:
     exclude_episodes: tuple[int, ...] | None = None
     epochs: int | None = 1
     damage: DamagePolicy = "error"
-    image_transforms: Transform | None = None
+    image_transforms: Transform | Callable[..., Any] | None = None
     recipe: RecipeLike | None = None
     render: RenderStage | None = None
     return_uint8: bool = True
@@ -122,6 +124,7 @@ def open_stream(source: str | Path | Store, config: StreamConfig, **dataset_opti
     Raises:
         DatasetError: the dataset cannot be read as asked.
     """
+    config = replace(config, image_transforms=_transform_of(config))
     dataset = open_dataset(
         source,
         episodes=config.episodes,
@@ -142,12 +145,22 @@ def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription
 
     The dataset decides what is rendered; ``config.render`` only counts where it was opened without any stage.
     """
-    config = replace(config, plan=replace(config.plan, dataset=dataset.fingerprint()), recipe=dataset.recipe)
+    plan = replace(config.plan, dataset=dataset.fingerprint())
+    config = replace(config, plan=plan, recipe=dataset.recipe, image_transforms=_transform_of(config))
     units = dataset.units(lane_frames=config.lane_frames if config.plan.strategy in {"lanes", "reservoir"} else None)
     order = np.argsort(dataset.selection)
     lengths = EpisodeLengths((dataset.selection[order],), (dataset.lengths[order],))
     job = ReadJob.of(dataset, threads=config.fetch_threads)
     return StreamDescription(config, job, units, lengths, dataset.damage, dataset.render or config.render)
+
+
+def _transform_of(config: StreamConfig) -> Transform | None:
+    if config.image_transforms is None:
+        return None
+    # Only transforms need torch here.
+    from train_integration.transforms import as_transform
+
+    return as_transform(config.image_transforms)
 
 
 def decoded_budget_bytes(config: StreamConfig, ranks_on_node: int) -> int:

@@ -29,6 +29,7 @@ from train_integration.options import StreamDescription
 from train_integration.poolstate import dump_pool_state, load_pool_state
 from train_integration.scheduler import BatchScheduler, Budgets, FrameStores, UnitFailure
 from train_integration.stretches import FIRST_STRETCH_SAMPLES, Stretch
+from train_integration.transforms import TorchTransform, transform_batch
 from train_integration.worklist import PlannedStep, work_list
 
 _LOG = logging.getLogger("reelray.stream")
@@ -113,6 +114,8 @@ class SampleStream:
         self.counters = Counters()
         self.damage = DamageReport(list(description.damage.records))
         self.delivery: Delivery | None = None
+        transform = description.config.image_transforms
+        self.loop_transform = transform if isinstance(transform, TorchTransform) else None
         self._feed = feed
         self._make_backend = backend
         self._decoded_bytes = decoded_bytes
@@ -263,7 +266,29 @@ class SampleStream:
             real = int(np.count_nonzero(~ready.delivery.is_pad))
             self.counters.add("reelray_samples_delivered", real)
             self.counters.add("reelray_samples_padded", len(ready.delivery.is_pad) - real)
-            yield to_torch(ready.batch) if self._output == "torch" else ready.batch
+            batch = self._transformed(ready.batch, ready.delivery)
+            yield to_torch(batch) if self._output == "torch" else batch
+
+    def _transformed(self, batch: Sample, delivery: Delivery) -> Sample:
+        if self.loop_transform is None:
+            return batch
+        spec, config = self.description.job.spec, self.description.config
+        return transform_batch(
+            batch,
+            self.loop_transform,
+            (*spec.cameras, *spec.images),
+            self._index(batch, delivery),
+            seed=config.plan.seed,
+            epoch=delivery.epoch,
+            as_uint8=config.return_uint8,
+        )
+
+    def _index(self, batch: Sample, delivery: Delivery) -> NDArray[np.int64]:
+        """Global frame index of every sample, also where ``index`` is not among the delivered columns."""
+        if isinstance(batch.get("index"), np.ndarray):
+            return batch["index"]
+        episodes = self.description.job.source.episodes
+        return episodes.dataset_from[episodes.rows(delivery.episode)] + delivery.frame
 
     def _stretch_now(self) -> Stretch:
         """Where production starts: the present position; with the plan at hand when nothing was handed out yet."""
@@ -310,8 +335,9 @@ class _Producer:
         self._assembler = BatchAssembler(
             stream.description.job.spec,
             stream.description.job.source.store,
-            as_uint8=config.return_uint8,
-            transform=config.image_transforms,
+            # What runs on the loop's thread gets uint8 pictures, and makes floats of them itself.
+            as_uint8=config.return_uint8 or stream.loop_transform is not None,
+            transform=None if stream.loop_transform is not None else config.image_transforms,
             # Queued, in hand, and with the loop: a batch is only reused when nobody refers to it.
             buffers=BufferPool(keep=config.prefetch_batches + 3),
         )
