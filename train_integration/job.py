@@ -13,6 +13,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from actors.manager import PoolSettings, start_manager, stop_services
+from actors.resources import wait_for_resources
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, plan_epoch
@@ -115,12 +116,15 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     if (output / _RUN).exists() and not settings.resume:
         raise SettingsError(f"{output} holds an earlier run: pass --resume to go on with it, or another --output_dir")
     output.mkdir(parents=True, exist_ok=True)
+    least = settings.world_size if isinstance(settings.world_size, int) else settings.world_size[0]
+    each = {"CPU": settings.cpus_per_worker} | ({"GPU": 1.0} if settings.use_gpu else {})
+    wait_for_resources({name: least * amount for name, amount in each.items()}, f"{least} Train workers")
     ledger = ledger if ledger is not None else start_ledger()
     manager = start_manager(settings.pool) if description.config.decode == "pool" else None
     scaling: Any = ScalingConfig(
         num_workers=settings.world_size,  # pyright: ignore[reportArgumentType]
         use_gpu=settings.use_gpu,
-        resources_per_worker={"CPU": settings.cpus_per_worker} | ({"GPU": 1} if settings.use_gpu else {}),
+        resources_per_worker=each,
     )
     trainer = TorchTrainer(
         train_worker,

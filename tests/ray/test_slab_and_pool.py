@@ -121,3 +121,16 @@ def test_a_deadly_call_is_quarantined_and_its_neighbours_survive() -> None:
     client.close()
     for handle in actors:
         ray.kill(handle)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_the_cluster_cannot_give_is_named() -> None:
+    from actors.resources import wait_for_resources
+    from ingest.errors import ResourceUnavailableError
+
+    wait_for_resources({"CPU": 1.0}, "one worker")
+    with pytest.raises(ResourceUnavailableError, match=r"99 Train workers .*99 CPU wanted, .* free of 6"):
+        wait_for_resources({"CPU": 99.0}, "99 Train workers", timeout_s=0.5)
+    with pytest.raises(ResourceUnavailableError, match="2 GPU wanted, 0 free of 0"):
+        wait_for_resources({"CPU": 1.0, "GPU": 2.0}, "two GPU workers", timeout_s=0.5)

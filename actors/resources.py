@@ -1,0 +1,50 @@
+"""Saying early, and by name, that a cluster cannot give what is asked of it. Ray itself would wait without a word."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from ingest.errors import ResourceUnavailableError
+
+SCHEDULE_TIMEOUT_S = 10.0
+"""Seconds that a start may wait for resources which others hold."""
+
+
+def wait_for_resources(
+    needed: Mapping[str, float],
+    what: str,
+    *,
+    available: Callable[[], Mapping[str, float]] = ray.available_resources,
+    timeout_s: float = SCHEDULE_TIMEOUT_S,
+) -> None:
+    """Waits until the cluster has what is needed free.
+
+    Args:
+        needed: amounts by resource name, all together.
+        what: what needs them, for the message.
+        available: what is free at present; the whole cluster's by default.
+        timeout_s: longest wait.
+
+    Raises:
+        ResourceUnavailableError: it did not come free; the message names resource, amounts and what the cluster has in all.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        free = available()
+        short = {name: amount for name, amount in needed.items() if free.get(name, 0.0) + 1e-6 < amount}
+        if not short:
+            return
+        if time.monotonic() >= deadline:
+            total: Any = ray.cluster_resources()
+            parts = [
+                f"{amount:g} {name} wanted, {free.get(name, 0.0):g} free of {total.get(name, 0.0):g}" for name, amount in short.items()
+            ]
+            raise ResourceUnavailableError(
+                f"{what} cannot be scheduled: {'; '.join(parts)}. Free them, add nodes, or ask for less "
+                "(--world-size, --decode-actors, CPUs or GPUs of each worker)"
+            )
+        time.sleep(0.25)
