@@ -274,7 +274,7 @@ class _Build:
         """Takes a last heartbeat of every worker, so that the totals are complete."""
         for slot in self._slots:
             with contextlib.suppress(RayActorError, RayTaskError, GetTimeoutError):
-                beat = ray.get(slot.actor.heartbeat.remote(), timeout=_LAST_BEAT_S)
+                beat: Any = ray.get(slot.actor.heartbeat.remote(), timeout=_LAST_BEAT_S)
                 slot.last = (beat.chunks, beat.nbytes)
         self._report()
 

@@ -51,8 +51,10 @@ def count_pictures(path: Path, name: str) -> tuple[int, int, int]:
         if isinstance(error, DamagedDataError):
             raise
         raise DamagedDataError(f"{name}: cannot be decoded ({error})", file=name) from error
+    if not count:
+        raise DamagedDataError(f"{name}: cannot be decoded, no picture came out", file=name)
     if len(shapes) != 1:
-        raise DamagedDataError(f"{name}: pictures of {sorted(shapes) or 'no'} sizes", file=name)
+        raise DamagedDataError(f"{name}: pictures of several sizes, {sorted(shapes)}", file=name)
     width, height = shapes.pop()
     return count, width, height
 
