@@ -28,6 +28,7 @@ from ingest.engine.dataset import Dataset
 from ingest.errors import CursorError, DamagedDataError, ReelrayError
 from ingest.language.stage import stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch
+from train_integration.clamping import log_clamped_workers
 from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
 from train_integration.ledger import OrderRecord, Rows, start_ledger
 from train_integration.options import StreamDescription
@@ -84,6 +85,7 @@ def deliver_locally(
     Raises:
         DamagedDataError: an episode is damaged and the policy says to stop.
     """
+    log_clamped_workers(plan)
     record = OrderRecord()
     segment = len(plan.cursor.segments) - 1
     attempt = record.begin(epoch=plan.epoch, segment=segment, batches=plan.cursor.batches)
@@ -175,6 +177,7 @@ def deliver_through_ray(
     """
     settings = description.with_topology(world_size=world_size)
     plan = plan_epoch(description.units, settings, cursor, epoch=epoch)
+    log_clamped_workers(plan)
     wait_for_resources({"CPU": float(world_size)}, f"{world_size} Train workers of 1 CPU")
     manager = start_manager(pool) if description.config.decode == "pool" else None
     ledger = ledger if ledger is not None else start_ledger()

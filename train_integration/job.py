@@ -17,6 +17,7 @@ from actors.resources import wait_for_resources
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, plan_epoch
+from train_integration.clamping import log_clamped_workers
 from train_integration.config import EpisodeDataConfig, placeholder, publish_stream
 from train_integration.delivery import typed_cause
 from train_integration.ledger import Rows, start_ledger, write_order
@@ -116,6 +117,7 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     if (output / _RUN).exists() and not settings.resume:
         raise SettingsError(f"{output} holds an earlier run: pass --resume to go on with it, or another --output_dir")
     output.mkdir(parents=True, exist_ok=True)
+    log_clamped_workers(plan_epoch(description.units, description.config.plan))
     least = settings.world_size if isinstance(settings.world_size, int) else settings.world_size[0]
     each = {"CPU": settings.cpus_per_worker} | ({"GPU": 1.0} if settings.use_gpu else {})
     wait_for_resources({name: least * amount for name, amount in each.items()}, f"{least} Train workers")
