@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.engine.depth import depth_table
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.errors import RowsError
@@ -120,6 +121,9 @@ class BatchAssembler:
         self._as_uint8 = as_uint8
         self._transform = transform
         self._buffers = buffers
+        unit = spec.options.depth_output_unit
+        depth = (key for key in (*spec.cameras, *spec.images) if spec.features[key].is_depth)
+        self._distances = {key: table for key in depth if (table := depth_table(spec.features[key], unit)) is not None}
 
     def batch(self, planned: PlannedSamples, units: Mapping[int, UnitData], picture_of: PictureOf) -> Sample:
         """One batch.
@@ -170,6 +174,8 @@ class BatchAssembler:
         memory: NDArray[Any] | None = None
         pad: NDArray[np.bool_] | None = None
         windowed = key in self.spec.windows
+        distances = self._distances.get(key)
+        planar = self.spec.options.pixel_format == "yuv420p"
         for number, places in groups:
             length = units[number].episode_length
             frames = self.spec.picture_frames(key, planned.frame[places], length)
@@ -182,13 +188,17 @@ class BatchAssembler:
                     if self._transform is not None and picture.ndim == 3 and picture.shape[2] == 3:
                         picture = self._transform(picture, SampleKey(planned.seed, planned.epoch, int(index[place]), key))
                     if memory is None:
-                        memory = self._take((len(planned), frames.shape[1], *picture.shape), picture.dtype)
-                    memory[place, moment] = picture
+                        dtype = picture.dtype if distances is None else distances.dtype
+                        memory = self._take((len(planned), frames.shape[1], *picture.shape), dtype)
+                    if distances is None:
+                        memory[place, moment] = picture
+                    else:
+                        np.take(distances, picture, out=memory[place, moment], mode="clip")
         assert memory is not None  # a batch holds at least one sample
         shown = memory if memory.ndim == 4 else np.moveaxis(memory, -1, -3)
         if not windowed:
             shown = shown[:, 0]
-        if not self._as_uint8 and memory.dtype == np.uint8:
+        if not self._as_uint8 and memory.dtype == np.uint8 and not (planar and key in self.spec.cameras):
             # Division, not multiplication with the reciprocal, gives the very floats of the map-style reader.
             shown = np.ascontiguousarray(shown).astype(np.float32) / np.float32(255)
         out[key] = shown

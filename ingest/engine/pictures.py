@@ -45,7 +45,7 @@ class PictureForm:
             return cls(options.pixel_format, options.image_size, options.resize_filter)
         # Depth keeps the bits it was written with: a conversion between grey formats would scale the values.
         stored = str(feature.details.get("video.pix_fmt", "gray16le"))
-        return cls(stored if stored in _DEPTH_FORMATS else "gray16le", options.image_size, "point")
+        return cls(_DEPTH_FORMATS.get(stored, "gray16le"), options.image_size, "point")
 
     def writer(self) -> PictureWriter:
         """A converter of this form; one per thread."""
@@ -55,6 +55,8 @@ class PictureForm:
         """(height, width, channels) that the metadata promise, used to size frame slots."""
         height, width, _ = feature.picture_shape
         height, width = self.size or (height, width)
+        if self.pixel_format == "yuv420p":
+            return height * 3 // 2, width, 1
         return height, width, 1 if self.pixel_format.startswith("gray") else 3
 
     def nbytes(self, feature: Feature) -> int:
@@ -62,7 +64,14 @@ class PictureForm:
         return int(np.prod(self.shape(feature))) * self.writer().dtype.itemsize
 
 
-_DEPTH_FORMATS = frozenset({"gray10le", "gray12le", "gray16le"})
+_DEPTH_FORMATS = {
+    "gray10le": "gray10le",
+    "gray12le": "gray12le",
+    "gray16le": "gray16le",
+    "yuv420p10le": "gray10le",
+    "yuv420p12le": "gray12le",
+}
+"""Grey format with the same bits, by the format that a depth video is stored in."""
 
 _writers = threading.local()
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.engine.depth import DepthUnit
 from ingest.errors import SelectionError, SettingsError
 from ingest.lerobot.info import Feature, Info
 from ingest.lerobot.windows import DEFAULT_TOLERANCE_S, Windows
+from ingest.video.pixels import check_pixel_format
+
+_COLOUR_FORMATS = ("rgb24", "yuv420p", "gray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +29,10 @@ class ReadOptions:
         strict_time: a picture time off by more than ``tolerance_s`` is an error instead of a warning.
         action_chunk: window of that many frames for ``action`` where ``delta_timestamps`` names none; None adds none.
         image_size: ``(height, width)`` to which pictures are resized while they are decoded; None keeps them.
-        resize_filter: a filter of `ingest.video.pixels.PictureWriter`.
-        pixel_format: a format of `ingest.video.pixels.PictureWriter` for colour cameras.
+        resize_filter: a filter of `ingest.video.pixels.PictureWriter`; depth pictures take the nearest pixel.
+        pixel_format: of colour cameras: ``rgb24``, or ``yuv420p`` for planes that the device converts
+            (`train_integration.pixels`); those are uint8 always.
+        depth_output_unit: ``mm`` delivers depth as uint16 millimetres, ``m`` as float32 metres; see `ingest.engine.depth`.
     """
 
     cameras: tuple[str, ...] | None = None
@@ -38,10 +44,16 @@ class ReadOptions:
     image_size: tuple[int, int] | None = None
     resize_filter: str = "bilinear"
     pixel_format: str = "rgb24"
+    depth_output_unit: DepthUnit = "mm"
 
     def __post_init__(self) -> None:
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise SettingsError(f"image_size is {self.image_size}, expected (height, width) with both at least 1")
+        if self.pixel_format not in _COLOUR_FORMATS:
+            raise SettingsError(f"pixel_format is {self.pixel_format!r}, expected one of {', '.join(_COLOUR_FORMATS)}")
+        check_pixel_format(self.pixel_format, self.image_size, self.resize_filter)
+        if self.depth_output_unit not in ("mm", "m"):
+            raise SettingsError(f"depth_output_unit is {self.depth_output_unit!r}, expected mm or m")
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,12 @@ class ReadArguments(PlaceArguments):
     """Picture times off by more than tolerance_s are errors instead of warnings."""
     image_size: tuple[int, int] | None = None
     """Height and width to which pictures are resized while they are decoded."""
+    resize_filter: Literal["fast_bilinear", "bilinear", "bicubic", "area", "lanczos", "point"] = "bilinear"
+    """Filter of the resizing; depth pictures take the nearest pixel."""
+    pixel_format: Literal["rgb24", "yuv420p"] = "rgb24"
+    """Form of colour pictures: exact RGB, or planes for conversion on the device."""
+    depth_output_unit: Literal["mm", "m"] = "mm"
+    """Depth as uint16 millimetres or float32 metres."""
     damage: Literal["error", "skip_episode"] = "error"
     """What to do about damaged episodes."""
     use_sidecar: bool = True
@@ -116,6 +122,9 @@ class ReadArguments(PlaceArguments):
             tolerance_s=self.tolerance_s,
             strict_time=self.strict_time,
             image_size=self.image_size,
+            resize_filter=self.resize_filter,
+            pixel_format=self.pixel_format,
+            depth_output_unit=self.depth_output_unit,
         )
 
     def keywords(self) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Picture options through the engine: planes, resized pictures, and depth in physical units."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich_dataset import DEPTH, LinearPictures, depth_of
+
+from ingest.engine.dataset import open_dataset
+from ingest.engine.depth import depth_table
+from ingest.errors import MetadataError, SettingsError
+from ingest.lerobot.info import Feature
+from train_integration.pixels import Colour, camera_colour, planes_to_rgb
+
+CAMERA = "observation.images.cam0"
+
+
+def depth_feature(**details: object) -> Feature:
+    return Feature("depth", "video", (4, 4, 1), (), True, {f"video.{name}": value for name, value in details.items()})
+
+
+def test_planes_come_out_as_uint8_and_convert_to_the_exact_pictures(rich: Path) -> None:
+    dataset = open_dataset(rich, pixel_format="yuv420p", cameras=(CAMERA,))
+    sample = dataset.sample(2, 1)
+    assert sample[CAMERA].dtype == np.uint8
+    assert sample[CAMERA].shape == (1, 48, 64)
+    colour = camera_colour(dataset, CAMERA)
+    assert colour == Colour("bt601", False)
+    exact = np.moveaxis(LinearPictures(dataset.source).picture(CAMERA, 2, 1), -1, 0).astype(int)
+    converted = planes_to_rgb(torch.from_numpy(np.ascontiguousarray(sample[CAMERA])), colour).numpy().astype(int)
+    assert np.abs(converted - exact).max() <= 3
+
+
+def test_colour_is_asked_of_delivered_cameras_only(rich: Path) -> None:
+    with pytest.raises(SettingsError, match="not delivered"):
+        camera_colour(open_dataset(rich, cameras=()), CAMERA)
+
+
+@pytest.mark.parametrize("pixel_format", ["rgb24", "yuv420p"])
+def test_resized_pictures_have_the_size_asked_for(rich: Path, pixel_format: str) -> None:
+    dataset = open_dataset(rich, image_size=(16, 20), resize_filter="area", pixel_format=pixel_format, return_uint8=True)
+    sample = dataset.sample(1, 2)
+    assert sample[CAMERA].shape == ((3, 16, 20) if pixel_format == "rgb24" else (1, 24, 20))
+    assert sample[DEPTH].shape == (1, 16, 20)
+    assert sample[DEPTH].dtype == np.uint16
+    row = int(sample["index"])
+    assert np.isin(sample[DEPTH], depth_of(row)).all()
+
+
+def test_depth_without_a_declared_range_is_millimetres(rich: Path) -> None:
+    millimetres, metres = (open_dataset(rich, depth_output_unit=unit).sample(3, 2) for unit in ("mm", "m"))
+    row = int(metres["index"])
+    np.testing.assert_array_equal(millimetres[DEPTH][0], depth_of(row))
+    assert metres[DEPTH].dtype == np.float32
+    np.testing.assert_allclose(metres[DEPTH][0], depth_of(row) / 1000, rtol=1e-6)
+
+
+def test_declared_codes_become_distances(rich: Path, tmp_path: Path) -> None:
+    root = tmp_path / "coded"
+    shutil.copytree(rich, root)
+    info = json.loads((root / "meta/info.json").read_text())
+    settings = {"video.depth_min": 0.1, "video.depth_max": 6.0, "video.shift": 0.0, "video.use_log": False}
+    info["features"][DEPTH]["info"] |= settings
+    (root / "meta/info.json").write_text(json.dumps(info))
+    sample = open_dataset(root).sample(0, 1)
+    expected = 0.1 + depth_of(int(sample["index"])) / 4095 * 5.9
+    assert sample[DEPTH].dtype == np.uint16
+    np.testing.assert_array_equal(sample[DEPTH][0], np.rint(expected * 1000))
+    windowed = open_dataset(root, depth_output_unit="m", delta_timestamps={DEPTH: [-0.1, 0.0]}).sample(0, 1)
+    assert windowed[DEPTH].shape == (2, 1, 32, 64)
+    np.testing.assert_allclose(windowed[DEPTH][1, 0], expected, rtol=1e-6)
+
+
+def test_logarithmic_codes_invert_their_quantiser() -> None:
+    table = depth_table(depth_feature(depth_min=0.01, depth_max=10.0, shift=3.5, use_log=True), "m")
+    assert table is not None
+    distances = np.linspace(0.01, 10.0, 500)
+    share = (np.log(distances + 3.5) - np.log(3.51)) / (np.log(13.5) - np.log(3.51))
+    codes = np.rint(share * 4095).astype(int)
+    assert np.abs(table[codes] - distances).max() < 0.003
+    assert table[0] == pytest.approx(0.01)
+    assert table[4095] == pytest.approx(10.0)
+    assert table[65535] == table[4095]
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        {"depth_min": 5.0, "depth_max": 1.0},
+        {"depth_min": -1.0, "depth_max": 1.0},
+        {"depth_min": "near", "depth_max": 1.0},
+        {"depth_min": 0.0, "depth_max": float("inf")},
+        {"depth_min": 0.0, "depth_max": 1.0, "shift": 0.0, "use_log": True},
+    ],
+)
+def test_a_range_that_is_none_is_refused(details: dict[str, object]) -> None:
+    with pytest.raises(MetadataError, match="depth"):
+        depth_table(depth_feature(**details), "mm")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pixel_format": "bgr24"},
+        {"resize_filter": "sharp"},
+        {"depth_output_unit": "feet"},
+        {"pixel_format": "yuv420p", "image_size": (15, 20)},
+        {"image_size": (0, 20)},
+    ],
+)
+def test_options_that_mean_nothing_are_refused_when_opening(rich: Path, options: dict[str, object]) -> None:
+    with pytest.raises(SettingsError):
+        open_dataset(rich, **options)
