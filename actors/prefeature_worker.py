@@ -14,6 +14,9 @@ import torch
 from ingest.prefeature.build import Known, TrajectoryReport, Workshop
 from ingest.prefeature.teachers import TeacherChoice
 
+_LOCK_WAIT_S = 20.0
+"""A replaced worker may still be dying when its successor opens the journal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
@@ -55,7 +58,7 @@ class PrefeatureWorker:
         self._work: str | None = None
         self._chunks = 0
         self._bytes = 0
-        self._shop = Workshop(Path(root), choice.make(), worker, deep=deep)
+        self._shop = Workshop(Path(root), choice.make(), worker, deep=deep, lock_wait_s=_LOCK_WAIT_S)
 
     def _progress(self, what: str, nbytes: int) -> None:
         with self._lock:

@@ -85,13 +85,14 @@ class Workshop:
         teacher: must be the recorded one.
         worker: journal number.
         deep: verify contents of existing files against the journal's hashes, not only headers.
+        lock_wait_s: how long to wait for a former holder of the journal.
 
     Raises:
         MetadataError: the teacher or the cases are not those of the dataset.
         LockTimeoutError: another build uses the journal.
     """
 
-    def __init__(self, root: Path, teacher: Teacher, worker: int, *, deep: bool = False) -> None:
+    def __init__(self, root: Path, teacher: Teacher, worker: int, *, deep: bool = False, lock_wait_s: float = 0.0) -> None:
         self.root = root
         self.config: DatasetConfig = read_config(root)
         self.config.require_teacher(teacher.spec)
@@ -99,7 +100,7 @@ class Workshop:
         self.teacher = teacher
         self.frozen = FrozenTeacher(self.config.sizes, {n: t.to(torch.bfloat16) for n, t in teacher.frozen_parts().items()})
         self.noise: Tensor = load_noise(root, self.config)
-        self.journal = JournalWriter(root, worker, self.config.fingerprint)
+        self.journal = JournalWriter(root, worker, self.config.fingerprint, lock_wait_s=lock_wait_s)
         self._deep = deep
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from ingest.prefeature.jsonio import MAX_JSON_BYTES, as_object, canonical_json, 
 VOLATILE = frozenset({"worker_id", "seconds", "attempt"})
 """Fields that may differ between two lines about the same, identical work."""
 
+_LOCK_POLL_S = 0.1
 KINDS = frozenset({"frozen", "case", "record", "video"})
 
 
@@ -94,20 +96,38 @@ class JournalSet:
 
 
 class JournalWriter:
-    """Appends to the journal of one worker; holds a lock so that two builds cannot share it."""
+    """Appends to the journal of one worker; holds a lock so that two builds cannot share it.
 
-    def __init__(self, root: Path, worker: int, fingerprint: str) -> None:
+    Args:
+        root: dataset root.
+        worker: journal number.
+        fingerprint: of the build.
+        lock_wait_s: how long to wait for a former holder, for example a worker that is just being killed.
+
+    Raises:
+        LockTimeoutError: another process holds the journal.
+    """
+
+    def __init__(self, root: Path, worker: int, fingerprint: str, *, lock_wait_s: float = 0.0) -> None:
         self._worker = worker
         self._fingerprint = fingerprint
         path = root / layout.journal_path(worker)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        deadline = time.monotonic() + lock_wait_s
+        while not self._locked():
+            if time.monotonic() >= deadline:
+                os.close(self._descriptor)
+                raise LockTimeoutError(f"{path} is in use: another build of this dataset is running; wait for it or stop it")
+            time.sleep(_LOCK_POLL_S)
+        self._drop_torn_tail()
+
+    def _locked(self) -> bool:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._descriptor)
-            raise LockTimeoutError(f"{path} is in use: another build of this dataset is running; wait for it or stop it") from None
-        self._drop_torn_tail()
+            return False
+        return True
 
     def _drop_torn_tail(self) -> None:
         """A crash may leave half a line at the end; later lines must not be glued to it."""
