@@ -92,6 +92,7 @@ class SampleStream:
         max_steps: end each epoch after that many batches.
         output: ``torch`` tensors or ``numpy`` arrays.
         stretch_samples: samples planned at a time, to begin with.
+        worker: deliver only the batches of one consumer of the rank; None delivers all, in turns.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class SampleStream:
         max_steps: int | None = None,
         output: Literal["torch", "numpy"] = "torch",
         stretch_samples: int = FIRST_STRETCH_SAMPLES,
+        worker: int | None = None,
     ) -> None:
         self.description = description
         self.rank = rank
@@ -122,6 +124,7 @@ class SampleStream:
         self._max_steps = max_steps
         self._output = output
         self._stretch_samples = stretch_samples
+        self._worker = worker
         self._settings = description.with_topology(world_size=world_size)
         # Without a cursor the plan waits: a state that is loaded next may be legal where a start would not be.
         self._made: EpochPlan | None = None if cursor is None else self._make_plan(cursor)
@@ -397,6 +400,7 @@ class _Producer:
                 stream.description.lengths,
                 start=stretch.start,
                 stop=stretch.stop,
+                worker=stream._worker,  # pyright: ignore[reportPrivateUsage]
             ),
             stream._feed,  # pyright: ignore[reportPrivateUsage]
             self._backend,

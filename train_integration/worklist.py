@@ -100,8 +100,9 @@ class WorkList:
     def steps(self) -> Iterator[PlannedStep]:
         """The batches, in order."""
         table = self._table
-        edges = np.searchsorted(table.step, np.arange(self.start, self.stop + 1)).tolist()
-        for step, (first, stop) in enumerate(pairwise(edges), self.start):
+        steps, edges = np.unique(table.step, return_index=True)
+        bounds = np.append(edges, len(table.step)).tolist()
+        for step, (first, stop) in zip(steps.tolist(), pairwise(bounds), strict=True):
             rows = slice(first, stop)
             yield PlannedStep(
                 self.epoch,
@@ -122,7 +123,9 @@ class WorkList:
         return {int(step): tuple(part.tolist()) for step, part in zip(steps, np.split(order, edges[1:]), strict=True)}
 
 
-def work_list(plan: EpochPlan, ranked: RankPlan, spec: SampleSpec, lengths: EpisodeLengths, *, start: int, stop: int) -> WorkList:
+def work_list(
+    plan: EpochPlan, ranked: RankPlan, spec: SampleSpec, lengths: EpisodeLengths, *, start: int, stop: int, worker: int | None = None
+) -> WorkList:
     """Turns a stretch of a rank's plan into work.
 
     Consecutive stretches of one ``ranked`` cost the same as one long one, in pool orders too.
@@ -134,8 +137,11 @@ def work_list(plan: EpochPlan, ranked: RankPlan, spec: SampleSpec, lengths: Epis
         lengths: frames of whole episodes; windows clamp to them.
         start: first step.
         stop: end of the steps, exclusive.
+        worker: only the batches of this consumer; None for those of all.
     """
     table = _table(ranked, start, max(start, stop))
+    if worker is not None:
+        table = table.take(table.worker == worker)
     # Under ``loop`` a piece of another pass over the data is another unit.
     keys, first, last, samples = _numbered(table, table.cycle if plan.settings.tail == "loop" else table.cycle * 0)
     lo = np.full(len(first), np.iinfo(np.int64).max)
