@@ -87,6 +87,17 @@ class StreamConfig:
         if self.decode not in {"pool", "inline"}:
             raise SettingsError(f"decode must be pool or inline, found {self.decode!r}")
 
+    def for_evaluation(self, **changes: Any) -> StreamConfig:
+        """A configuration for an evaluation stream beside the training stream: in selection order, every frame once, then over.
+
+        ``set_epoch(0)`` begins another evaluation. Ranks may end at different steps; image transforms are left out.
+
+        Args:
+            **changes: further fields of this class, for example other ``episodes``.
+        """
+        plan = replace(self.plan, strategy="sequential", tail="exact", shuffle=False, share="frame_exact", weights=None)
+        return replace(self, **({"plan": plan, "epochs": 1, "image_transforms": None} | changes))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamDescription:

@@ -16,6 +16,7 @@ from streams import delivered, described, indices, no_thread_is_left, opened
 from ingest.engine import ReadOptions
 from ingest.errors import PlanError, SettingsError
 from ingest.plan import plan_epoch
+from train_integration.options import open_stream
 from train_integration.poolstate import dump_pool_state, load_pool_state
 from train_integration.stream import merged_state
 
@@ -222,3 +223,57 @@ def test_a_resume_may_have_more_ranks_than_episodes(small: Path) -> None:
             rest += delivered(stream)
     assert sorted(head + rest) == list(range(dataset.num_frames))
     assert len(steps) == 1
+
+
+def test_an_evaluation_stream_runs_beside_training(small: Path) -> None:
+    description, dataset = described(small, strategy="remaining", batch_size=3, tail="pad", epochs=None, read=ReadOptions(cameras=()))
+    held_out, _ = open_stream(small, description.config.for_evaluation(episodes=(5, 2), recipe=None))
+    wanted = [index for episode in (5, 2) for index in range(*_bounds(dataset, episode))]
+    with opened(description) as training, opened(held_out, 1, 2) as second, opened(held_out, 0, 2) as first:
+        batches = iter(training)
+        for _ in range(3):
+            next(batches)
+            found = sorted(index for stream in (first, second) for index in delivered(stream))
+            assert found == sorted(wanted)
+            assert indices(first) == []
+            for stream in (first, second):
+                stream.set_epoch(0)
+        assert training.step == 3
+
+
+def _bounds(dataset: Any, episode: int) -> tuple[int, int]:
+    table = dataset.source.episodes
+    row = table.row(episode)
+    return int(table.dataset_from[row]), int(table.dataset_from[row] + table.length[row])
+
+
+@pytest.mark.parametrize("strategy", ["lanes", "remaining", "sequential"])
+def test_skipped_episodes_stay_skipped_over_topologies(damaged: tuple[Path, int, int], strategy: str) -> None:
+    root, episode, _ = damaged
+    description, dataset = described(root, strategy=strategy, batch_size=3, damage="skip_episode", lane_frames=None)
+    mine = set(range(*_bounds(dataset, episode)))
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    records: list[Any] = []
+    for world, steps in ((2, 9), (3, 3), (1, None)):
+        states = []
+        for rank in range(world):
+            with opened(description, rank, world, max_steps=steps) as stream:
+                if state is not None:
+                    stream.load_state_dict(state)
+                seen += delivered(stream)
+                states.append(stream.state_dict())
+                records += stream.damage.records
+        state = merged_state(states)
+        # Restoring it once more changes nothing.
+        assert merged_state([state]) == state
+    assert len(seen) == len(set(seen))
+    missing = set(range(dataset.num_frames)) - set(seen)
+    assert missing <= mine
+    assert len(records) == 1
+    assert state is not None
+    assert state["cursor"]["epoch"] == 1
+    assert state["cursor"]["skipped"] == [[0, episode, episode, -1, 0]]
+    with opened(description) as stream:
+        stream.load_state_dict(state)
+        assert set(delivered(stream)) == set(range(dataset.num_frames)) - mine
