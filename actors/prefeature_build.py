@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 Work = tuple[str, int, int]
 """``(kind, case_id, action_id)`` with kind ``frozen``, ``case`` or ``trajectory`` and -1 where an id does not apply."""
 
-REFERENCE_ENV = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
-"""Makes CPU arithmetic independent of cores and memory alignment, so that any number of workers writes the same bytes."""
+REFERENCE_ENV = {"OMP_NUM_THREADS": "1"}
+"""Makes CPU arithmetic independent of the number of cores, so that any number of workers writes the same bytes.
+
+Instruction sets still matter: set ``MKL_CBWR=COMPATIBLE`` in the runtime environment when the nodes' CPUs differ.
+"""
 
 _POLL_S = 0.2
 _BEAT_S = 1.0
