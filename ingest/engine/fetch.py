@@ -19,8 +19,9 @@ from ingest.engine.unit import Track, UnitData, UnitRows, localise
 from ingest.errors import ChecksumError, DamagedDataError, PictureCountError
 from ingest.lerobot.rows import EpisodeRows
 from ingest.lerobot.source import Source
+from ingest.storage.local import LocalStore
 from ingest.video.fetch import SpanFetcher
-from ingest.video.index import VideoIndex
+from ingest.video.index import VideoIndex, WatchingIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class UnitReader:
         self._counters = counters
         self._rows = EpisodeReader(source, spec.stored_keys)
         self._spans = SpanFetcher(source.store)
+        # Only local files can be compared at every read: elsewhere an identity costs a request, and commits do not change.
+        self._watched = index if isinstance(index, WatchingIndex) and isinstance(source.store, LocalStore) else None
 
     def read(self, request: UnitRequest) -> UnitData:
         """Fetches one unit.
@@ -104,6 +107,8 @@ class UnitReader:
             # The other episodes of a file that is too short are whole.
             if request.episode in error.episodes:
                 raise
+        if self._watched is not None:
+            self._watched.check_unchanged(self._source.store, path)
         try:
             fetched = self._spans.fetch(table, range(file_first + first, file_first + stop))
         except ChecksumError as error:

@@ -27,6 +27,20 @@ class VideoIndex(Protocol):
         ...
 
 
+@runtime_checkable
+class WatchingIndex(VideoIndex, Protocol):
+    """An index that knows which version of each file it describes."""
+
+    def check_unchanged(self, store: Store, path: str) -> None:
+        """Compares a file with the one that was indexed.
+
+        Raises:
+            ObjectChangedError: it is another one now.
+            ObjectNotFoundError: it is gone.
+        """
+        ...
+
+
 def probe_table(store: Store, path: str, *, max_probe_bytes: int = MAX_PROBE_BYTES) -> SampleTable:
     """Reads one file's index from the file itself.
 
