@@ -268,6 +268,10 @@ class ResourceUnavailableError(ReelrayError, RuntimeError):
     """The cluster cannot schedule what is needed; the message names the resource."""
 
 
+class BenchmarkError(ReelrayError, RuntimeError):
+    """A measurement did not come to its end."""
+
+
 class VersionSkewError(ReelrayError, RuntimeError):
     """Driver and actor run different versions of reelray."""
 

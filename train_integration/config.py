@@ -108,9 +108,11 @@ class RankShard:
         if manager is None:
             raise ResourceUnavailableError("this stream decodes in a pool, but was published without a service manager")
 
+        # Actors start while the job loads its model, not when it asks for the first batch.
+        pool = manager.decode_pool.remote(ray.get_runtime_context().get_node_id())
+
         def backend(counters: Counters) -> DecodeBackend:
-            node_id = ray.get_runtime_context().get_node_id()
-            actors = ray.get(manager.decode_pool.remote(node_id))
+            actors = ray.get(pool)
 
             def forget(token: bytes) -> None:
                 for actor in actors:
