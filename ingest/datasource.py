@@ -78,6 +78,20 @@ class ReadJob:
         """A job that reads like an opened dataset."""
         return cls(dataset.source, dataset.index, dataset.spec, **settings)
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The datasets that units come from, by dataset number."""
+        return (self.source,)
+
+    @property
+    def location(self) -> str:
+        """Where the data are, for messages."""
+        return self.source.store.url
+
+    def reader(self, counters: Counters) -> UnitReader:
+        """A reader of the job's units."""
+        return UnitReader(self.source, self.index, self.spec, counters)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitList:
@@ -206,7 +220,7 @@ def _reader(job: ReadJob) -> tuple[UnitReader, Counters]:
     """The reader of a job in this worker process, kept from task to task with the footers and tables it has read."""
     if job.key not in _readers:
         counters = Counters()
-        _readers[job.key] = (UnitReader(job.source, job.index, job.spec, counters), counters)
+        _readers[job.key] = (job.reader(counters), counters)
         while len(_readers) > 2:
             _readers.popitem(last=False)
     return _readers[job.key]

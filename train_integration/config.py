@@ -56,7 +56,7 @@ def publish_stream(description: StreamDescription, manager: ActorHandle | None, 
         raise SettingsError("decode='pool' needs a service manager: pass actors.manager.start_manager()")
     job = replace(description.job, index=node_index(description.job.index, manager))
     description = replace(description, job=job)
-    return StreamHandles(ray.put(description), ray.put(job), manager, job.source.store.url, **options)
+    return StreamHandles(ray.put(description), ray.put(job), manager, job.location, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from ray.data import DataContext, ExecutionResources
 from actors.gate import start_gate
 from ingest.datasource import EpisodeDatasource, ReadJob, UnitList, in_order, unpack_row
 from ingest.engine.counters import Counters
-from ingest.engine.fetch import UnitReader
 from ingest.engine.unit import UnitData
 from ingest.errors import DamagedDataError, ReelrayError, StorageError, StreamClosedError
 from train_integration.credits import UnitCredits
@@ -88,7 +87,7 @@ class LocalFeed:
     job: ReadJob
 
     def units(self, wanted: UnitList, counters: Counters, credits: UnitCredits) -> Iterator[Arrival]:
-        reader = UnitReader(self.job.source, self.job.index, self.job.spec, counters)
+        reader = self.job.reader(counters)
 
         def read(number: int) -> UnitData | ReelrayError:
             credits.wait(number)

@@ -180,7 +180,7 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
             raise SettingsError("tail 'pad' with several DataLoader workers has no common order: use exact or drop_tail, or fewer workers")
         description = self._local(workers)
         config = description.config
-        decoding = lambda counters: InlineDecoding(config.decode_threads, description.job.source.store.url, counters)  # noqa: E731
+        decoding = lambda counters: InlineDecoding(config.decode_threads, description.job.location, counters)  # noqa: E731
         stream = SampleStream(
             description,
             self.rank,

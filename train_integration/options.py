@@ -135,7 +135,7 @@ def open_stream(source: str | Path | Store, config: StreamConfig, **dataset_opti
     Raises:
         DatasetError: the dataset cannot be read as asked.
     """
-    config = replace(config, image_transforms=_transform_of(config))
+    config = replace(config, image_transforms=transform_of(config))
     dataset = open_dataset(
         source,
         episodes=config.episodes,
@@ -157,7 +157,7 @@ def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription
     The dataset decides what is rendered; ``config.render`` only counts where it was opened without any stage.
     """
     plan = replace(config.plan, dataset=dataset.fingerprint())
-    config = replace(config, plan=plan, recipe=dataset.recipe, image_transforms=_transform_of(config))
+    config = replace(config, plan=plan, recipe=dataset.recipe, image_transforms=transform_of(config))
     units = dataset.units(lane_frames=config.lane_frames if config.plan.strategy in {"lanes", "reservoir"} else None)
     order = np.argsort(dataset.selection)
     lengths = EpisodeLengths((dataset.selection[order],), (dataset.lengths[order],))
@@ -165,7 +165,8 @@ def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription
     return StreamDescription(config, job, units, lengths, dataset.damage, dataset.render or config.render)
 
 
-def _transform_of(config: StreamConfig) -> Transform | None:
+def transform_of(config: StreamConfig) -> Transform | None:
+    """The picture transform that a configuration asks for, in the form that streams call."""
     if config.image_transforms is None:
         return None
     # Only transforms need torch here.

@@ -290,8 +290,11 @@ class SampleStream:
         """Global frame index of every sample, also where ``index`` is not among the delivered columns."""
         if isinstance(batch.get("index"), np.ndarray):
             return batch["index"]
-        episodes = self.description.job.source.episodes
-        return episodes.dataset_from[episodes.rows(delivery.episode)] + delivery.frame
+        found = delivery.frame.copy()
+        for number, source in enumerate(self.description.job.sources):
+            here = delivery.dataset == number
+            found[here] += source.episodes.dataset_from[source.episodes.rows(delivery.episode[here])]
+        return found
 
     def _stretch_now(self) -> Stretch:
         """Where production starts: the present position; with the plan at hand when nothing was handed out yet."""
