@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ingest.errors import ReelrayError, ResourceUnavailableError, SettingsError
 from ingest.storage.base import Store
 from ingest.video.files import locked, remove_leftovers
 from ingest.video.layout import MAX_PROBE_BYTES
+from ingest.video.sidecar.archive import SidecarArchive
 from ingest.video.sidecar.build import (
     DEFAULT_LOCK_TIMEOUT_S,
     BuildProgress,
@@ -38,6 +40,7 @@ from ingest.video.sidecar.build import (
     write_sidecar,
 )
 from ingest.video.sidecar.cache import prepare_mapped_index
+from ingest.video.sidecar.carry import carry_checksums, earlier_checksums
 from ingest.video.sidecar.lookup import IndexRequest
 from ingest.video.sidecar.parts import PartFolder, pack_part
 from ingest.video.sidecar.spec import SidecarSpec, describe_source
@@ -226,10 +229,17 @@ def _build(store: Store, spec: SidecarSpec, target: Path, how: ClusterSettings, 
     if failed is not None:
         raise failed
     indexed_files: Iterator[IndexedFile] = (folder.indexed(path) for path in spec.paths)
-    report = write_sidecar(target, spec, indexed_files, checksums=how.checksums, check=lambda: source_unchanged(store, spec))
+    with _earlier(target, spec, how) as earlier:
+        checked = how.checksums or earlier is not None
+        carried = carry_checksums(indexed_files, earlier, store)
+        report = write_sidecar(target, spec, carried, checksums=checked, check=lambda: source_unchanged(store, spec))
     folder.remove()
     report = replace(report, bytes_read=bytes_read, reads=reads, elapsed_s=time.monotonic() - began)
     return ClusterReport(report, resumed, len(chunks), ())
+
+
+def _earlier(target: Path, spec: SidecarSpec, how: ClusterSettings) -> AbstractContextManager[SidecarArchive | None]:
+    return nullcontext() if how.force else earlier_checksums(target, spec)
 
 
 def _run(job: ray.ObjectRef[_Job], chunks: list[list[str]], in_flight: int) -> Iterator[_Indexed]:

@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 
 from ingest.engine import open_dataset
+from ingest.engine.fetch import UnitRequest
 from ingest.engine.indexing import IndexedSource, IndexOptions
 from ingest.errors import ChecksumError, LockTimeoutError, ObjectChangedError, SettingsError, VideoFormatError
 from ingest.lerobot.make import MakeOptions, make_dataset
@@ -98,6 +99,35 @@ def test_bits_that_flip_are_found_before_decoding(films: Path, home: Path) -> No
         dataset.sample(2, 5)
     with pytest.raises(ChecksumError, match=r"episode 2: observation.images.cam0: .*file-002.mp4: samples 3..5"):
         open_dataset(films, index=Unwatched(dataset.index)).sample(2, 5)
+
+
+@pytest.mark.parametrize("again", ["stream", "build"])
+def test_damage_does_not_become_the_truth_when_a_file_is_indexed_anew(films: Path, home: Path, again: str) -> None:
+    videos = IndexedSource.of(open_source(LocalStore.at(films)))
+
+    def build(**options: bool) -> None:
+        target = describe_source(videos.store, videos.paths, **videos.identity()).cache_path(home)
+        build_sidecar(videos.store, videos.paths, target, **videos.identity(), **options)
+
+    build(checksums=True)
+    index = open_dataset(films).index
+    damaged, coded = (films / f"videos/{CAMERA}/chunk-000/file-00{number}.mp4" for number in (1, 2))
+    content = bytearray(damaged.read_bytes())
+    content[int(index.table(f"videos/{CAMERA}/chunk-000/file-001.mp4").offsets[5])] ^= 1
+    damaged.write_bytes(content)
+    other = films.parent / "other"
+    make_dataset(other, MakeOptions(episodes=1, frames="6:6", cameras=1, size=(32, 64), gop=2, seed=7))
+    shutil.copy(other / f"videos/{CAMERA}/chunk-000/file-000.mp4", coded)
+    if again == "build":
+        build()
+    dataset = open_dataset(films)
+    assert dataset.payload_checked
+    dataset.sample(0, 5)
+    dataset.sample(2, 5)
+    with pytest.raises(ChecksumError, match=r"episode 1: .*file-001.mp4: samples 3..5"):
+        dataset.sample(1, 5)
+    build(checksums=True, force=True)
+    assert open_dataset(films).reader().read(UnitRequest(0, 1, 0, 6)).payload_bytes
 
 
 def test_a_cache_that_cannot_be_written_is_one_warning(films: Path, home: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ingest.video.checksums import add_checksums
 from ingest.video.files import is_reported, locked, remove_leftovers, replacing, storage_failure
 from ingest.video.layout import MAX_PROBE_BYTES
 from ingest.video.sidecar.archive import ArchiveWriter, SidecarArchive
+from ingest.video.sidecar.carry import carry_checksums, earlier_checksums
 from ingest.video.sidecar.spec import SidecarSpec, describe_source, mismatch
 from ingest.video.tables import SampleTable
 
@@ -181,8 +183,9 @@ def build_sidecar(
         data_root: location as the user gave it, recorded; the store's own by default.
         workers: files indexed concurrently.
         max_probe_bytes: most metadata bytes read from one file.
-        checksums: read the payload once and record a checksum per run between random-access points.
-        force: build even when a valid sidecar is there.
+        checksums: read the payload once and record a checksum per run between random-access points; those that an earlier
+            sidecar beside this one recorded are kept where a file's samples are where they were.
+        force: build even when a valid sidecar is there, and forget the checksums of earlier ones.
         lock_timeout_s: longest wait for another process.
         progress: called after every file.
 
@@ -202,14 +205,11 @@ def build_sidecar(
                 with present:
                     if present.has_checksums or not checksums:
                         return _reused(target, present)
-        return write_sidecar(
-            target,
-            spec,
-            index_files(store, spec.paths, sizes=spec.sizes, workers=workers, max_probe_bytes=max_probe_bytes, checksums=checksums),
-            checksums=checksums,
-            progress=progress,
-            check=lambda: source_unchanged(store, spec),
-        )
+        indexed = index_files(store, spec.paths, sizes=spec.sizes, workers=workers, max_probe_bytes=max_probe_bytes, checksums=checksums)
+        with nullcontext() if force else earlier_checksums(target, spec) as earlier:
+            checked = checksums or earlier is not None
+            carried = carry_checksums(indexed, earlier, store)
+            return write_sidecar(target, spec, carried, checksums=checked, progress=progress, check=lambda: source_unchanged(store, spec))
 
 
 def valid_sidecar(path: Path, spec: SidecarSpec) -> SidecarArchive | None:

@@ -25,6 +25,7 @@ from ingest.video.sidecar.build import (
     valid_sidecar,
     write_sidecar,
 )
+from ingest.video.sidecar.carry import carry_checksums, earlier_checksums
 from ingest.video.sidecar.mapped import GENERATION, MappedIndex, write_mapped_index
 from ingest.video.sidecar.spec import PUBLISHED_FOLDER, SidecarSpec, describe_source, mismatch
 
@@ -96,7 +97,7 @@ def resolve_sidecar(
         published: where sidecars are published.
         workers: files indexed concurrently when it must be built.
         max_probe_bytes: most metadata bytes read from one file.
-        checksums: when it must be built, read the payload once and record checksums.
+        checksums: when it must be built, read the payload once and record checksums; else those of an earlier sidecar are kept.
         rebuild: build even when a sidecar is there: it turned out to be damaged.
         lock_timeout_s: longest wait for another process that builds the same.
         progress: called after every file of a build.
@@ -120,11 +121,14 @@ def resolve_sidecar(
             return ResolvedSidecar(found.path, found.spec, "published", found.has_checksums)
         _LOG.info("building the MP4 sidecar %s for %d files", target, len(spec.sizes))
         indexed = index_files(store, spec.paths, sizes=spec.sizes, workers=workers, max_probe_bytes=max_probe_bytes, checksums=checksums)
-        report = write_sidecar(target, spec, indexed, checksums=checksums, progress=progress, check=lambda: source_unchanged(store, spec))
+        with earlier_checksums(target, spec) as earlier:
+            checked = checksums or earlier is not None
+            indexed = carry_checksums(indexed, earlier, store)
+            report = write_sidecar(target, spec, indexed, checksums=checked, progress=progress, check=lambda: source_unchanged(store, spec))
     difference = mismatch(spec, report.spec)
     if difference is not None:
         raise SidecarError(f"Built MP4 sidecar failed revision and source validation: {target}: {difference}")
-    return ResolvedSidecar(target, report.spec, "built", checksums)
+    return ResolvedSidecar(target, report.spec, "built", report.checksums)
 
 
 def _cached(target: Path, spec: SidecarSpec, home: Path) -> ResolvedSidecar | None:
