@@ -14,7 +14,7 @@ from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track
 from ingest.errors import DamagedDataError, DecodeError
 from ingest.lerobot.info import Feature
-from ingest.video.decode import decode_into
+from ingest.video.backends import PYAV, PictureDecoder
 from ingest.video.pixels import PictureWriter
 from ingest.video.spans import gop_starts, picture_span
 
@@ -30,11 +30,13 @@ class PictureForm:
         pixel_format: of `ingest.video.pixels.PictureWriter`.
         size: (height, width) after resizing, or None for the source's own.
         resize_filter: named filter.
+        decoder: what decodes.
     """
 
     pixel_format: str
     size: tuple[int, int] | None
     resize_filter: str
+    decoder: PictureDecoder = PYAV
 
     @classmethod
     def of(cls, spec: SampleSpec, camera: str) -> PictureForm:
@@ -42,7 +44,7 @@ class PictureForm:
         options = spec.options
         feature = spec.features[camera]
         if not feature.is_depth:
-            return cls(options.pixel_format, options.image_size, options.resize_filter)
+            return cls(options.pixel_format, options.image_size, options.resize_filter, options.decoder)
         # Depth keeps the bits it was written with: a conversion between grey formats would scale the values.
         stored = str(feature.details.get("video.pix_fmt", "gray16le"))
         return cls(_DEPTH_FORMATS.get(stored, "gray16le"), options.image_size, "point")
@@ -128,7 +130,7 @@ def decode_run(track: Track, wanted: NDArray[np.int64], form: PictureForm, out: 
     span = picture_span(track.table, wanted)
     payload = [memoryview(track.data)[start:stop] for start, stop in span.ranges]
     try:
-        for _ in decode_into(track.table, span, payload, wanted, form.writer(), out):
+        for _ in form.decoder.decode_into(track.table, span, payload, wanted, form.writer(), out):
             pass
     except DamagedDataError as error:
         error.camera = error.camera or track.camera

@@ -12,6 +12,7 @@ from ingest.engine.depth import DepthUnit
 from ingest.errors import SelectionError, SettingsError
 from ingest.lerobot.info import Feature, Info
 from ingest.lerobot.windows import DEFAULT_TOLERANCE_S, Windows
+from ingest.video.backends import PYAV, PictureDecoder
 from ingest.video.pixels import check_pixel_format
 
 _COLOUR_FORMATS = ("rgb24", "yuv420p", "gray")
@@ -33,6 +34,7 @@ class ReadOptions:
         pixel_format: of colour cameras: ``rgb24``, or ``yuv420p`` for planes that the device converts
             (`train_integration.pixels`); those are uint8 always.
         depth_output_unit: ``mm`` delivers depth as uint16 millimetres, ``m`` as float32 metres; see `ingest.engine.depth`.
+        decoder: what decodes colour cameras (`train_integration.backends`); depth is always PyAV's.
     """
 
     cameras: tuple[str, ...] | None = None
@@ -45,6 +47,7 @@ class ReadOptions:
     resize_filter: str = "bilinear"
     pixel_format: str = "rgb24"
     depth_output_unit: DepthUnit = "mm"
+    decoder: PictureDecoder = PYAV
 
     def __post_init__(self) -> None:
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):

@@ -16,6 +16,7 @@ from ingest.errors import SettingsError
 from ingest.lerobot.selection import parse_episodes
 from ingest.plan import PlanSettings
 from ingest.settings import DEFAULT_STREAMING_SEED
+from ingest.video.backends import PYAV, PictureDecoder
 
 if TYPE_CHECKING:
     from ingest.engine.dataset import Dataset
@@ -105,6 +106,8 @@ class ReadArguments(PlaceArguments):
     """Form of colour pictures: exact RGB, or planes for conversion on the device."""
     depth_output_unit: Literal["mm", "m"] = "mm"
     """Depth as uint16 millimetres or float32 metres."""
+    video_backend: Literal["pyav", "torchcodec", "nvdec"] = "pyav"
+    """What decodes colour cameras; torchcodec and nvdec need torchcodec."""
     damage: Literal["error", "skip_episode"] = "error"
     """What to do about damaged episodes."""
     use_sidecar: bool = True
@@ -113,6 +116,13 @@ class ReadArguments(PlaceArguments):
     """Longest wait for another process that builds the same sidecar, in seconds."""
     sidecar_workers: int = 8
     """Video files indexed at once when the sidecar must be built."""
+
+    def _decoder(self) -> PictureDecoder:
+        if self.video_backend == "pyav":
+            return PYAV
+        from train_integration.backends import open_decoder
+
+        return open_decoder(self.video_backend)
 
     def options(self) -> ReadOptions:
         """As the engine's options."""
@@ -125,6 +135,7 @@ class ReadArguments(PlaceArguments):
             resize_filter=self.resize_filter,
             pixel_format=self.pixel_format,
             depth_output_unit=self.depth_output_unit,
+            decoder=self._decoder(),
         )
 
     def keywords(self) -> dict[str, Any]:

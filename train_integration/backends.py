@@ -1,0 +1,192 @@
+"""Decoders beside PyAV: torchcodec on the CPU, and NVDEC through torchcodec on nodes with a GPU.
+
+torchcodec is optional. It reads containers, so the samples of a span become a small MP4 in memory; every picture that comes
+back is known by its time in it, and one that is not the picture asked for is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.errors import DecodeError, ReelrayError, ResourceUnavailableError, SettingsError
+from ingest.video.backends import PYAV, PictureDecoder
+from ingest.video.checksums import verify_payload
+from ingest.video.decode import Payload, payload_buffers
+from ingest.video.entries import parse_sample_entries
+from ingest.video.mini import mini_header
+from ingest.video.pixels import PictureWriter
+from ingest.video.spans import PictureSpan
+from ingest.video.tables import SampleTable
+
+_LOG = logging.getLogger("reelray.backends")
+
+VideoBackend = Literal["pyav", "torchcodec", "nvdec"]
+
+_GPU_CODECS = frozenset({"h264", "hevc", "vp9", "av1"})
+_AV1_CAPABILITIES = frozenset({(8, 6), (8, 7), (8, 9)})
+"""Compute capabilities below 10 whose NVDEC decodes AV1; GA100 (8.0) and Hopper (9.0) do not, Blackwell (10 and up) does."""
+
+
+def open_decoder(name: VideoBackend) -> PictureDecoder:
+    """The decoder of a name.
+
+    Raises:
+        ResourceUnavailableError: torchcodec is not installed, or there is no GPU.
+        SettingsError: there is no such back end.
+    """
+    if name == "pyav":
+        return PYAV
+    if name == "torchcodec":
+        _torchcodec()
+        return TorchcodecDecoder()
+    if name == "nvdec":
+        _torchcodec()
+        if _capability() is None:
+            raise ResourceUnavailableError("video_backend nvdec needs an NVIDIA GPU that torch can use; use pyav on this node")
+        return TorchcodecDecoder(device="cuda")
+    raise SettingsError(f"video_backend is {name!r}, expected pyav, torchcodec or nvdec")
+
+
+def gpu_decodes(codec: str, capability: tuple[int, int]) -> bool:
+    """Whether NVDEC of a GPU decodes a codec.
+
+    Args:
+        codec: decoder name as libavcodec knows it.
+        capability: compute capability of the GPU.
+    """
+    if codec != "av1":
+        return codec in _GPU_CODECS
+    return capability >= (10, 0) or capability in _AV1_CAPABILITIES
+
+
+def _torchcodec() -> Any:
+    try:
+        return importlib.import_module("torchcodec.decoders")
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ResourceUnavailableError(
+            f"torchcodec cannot be loaded ({type(error).__name__}): install torchcodec and FFmpeg's shared libraries, or use pyav"
+        ) from error
+
+
+def _capability() -> tuple[int, int] | None:
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    _LOG.warning("%s", message)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchcodecDecoder:
+    """torchcodec, on the CPU or through NVDEC. What a GPU cannot decode, and every form but ``rgb24``, PyAV decodes.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+    """
+
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        return "torchcodec" if self.device == "cpu" else "nvdec"
+
+    @property
+    def exact(self) -> bool:
+        """Its colour conversion is its own, so no: pictures may differ from PyAV's by rounding."""
+        return False
+
+    def decode_into(
+        self,
+        table: SampleTable,
+        span: PictureSpan,
+        payload: Payload,
+        wanted: NDArray[np.integer] | Sequence[int],
+        writer: PictureWriter,
+        out_slots: Sequence[NDArray[Any]] | NDArray[Any],
+    ) -> Iterator[tuple[int, int]]:
+        if writer.pixel_format != "rgb24" or not self._takes(table):
+            yield from PYAV.decode_into(table, span, payload, wanted, writer, out_slots)
+            return
+        buffers = payload_buffers(table, span, payload)
+        verify_payload(table, span, buffers)
+        numbers = np.unique(np.asarray(wanted, np.int64))
+        try:
+            yield from self._decode(table, span, buffers, numbers, writer, out_slots)
+        except ReelrayError:
+            raise
+        except Exception as error:
+            raise _failed(table, int(numbers[0]), f"{self.name} failed: {error}") from error
+
+    def _takes(self, table: SampleTable) -> bool:
+        if self.device == "cpu":
+            return True
+        codec = parse_sample_entries(table.stsd, table.path)[0].decoder
+        capability = _capability()
+        if capability is not None and gpu_decodes(codec, capability):
+            return True
+        gpu = "no GPU" if capability is None else f"the GPU (compute capability {capability[0]}.{capability[1]})"
+        _warn_once(f"{gpu} decodes {codec}: PyAV decodes it on the CPU")
+        return False
+
+    def _decode(
+        self,
+        table: SampleTable,
+        span: PictureSpan,
+        buffers: list[memoryview],
+        numbers: NDArray[np.int64],
+        writer: PictureWriter,
+        out_slots: Sequence[NDArray[Any]] | NDArray[Any],
+    ) -> Iterator[tuple[int, int]]:
+        ticks = table.dts[span.first : span.stop].astype(np.int64) + table.composition[span.first : span.stop]
+        shift = max(0, -int(table.composition[span.first : span.stop].min()))
+        rank = np.argsort(np.argsort(ticks, kind="stable"), kind="stable")
+        samples = table.presented[numbers] - span.first
+        decoder = _torchcodec().VideoDecoder(
+            _small_file(table, span, buffers, shift),
+            dimension_order="NHWC",
+            num_ffmpeg_threads=1,
+            device=self.device,
+            seek_mode="exact",
+        )
+        found = decoder.get_frames_at(indices=rank[samples].tolist())
+        expected = (ticks[samples] - int(table.dts[span.first]) + shift) / table.ticks_per_second
+        pictures = found.data.cpu().numpy()
+        for place, picture in enumerate(numbers.tolist()):
+            at = float(found.pts_seconds[place])
+            if abs(at - expected[place]) > 0.5 / table.ticks_per_second + 1e-6:
+                raise _failed(table, picture, f"{self.name} returned the picture at {at:.6f} s, expected {expected[place]:.6f} s")
+            writer.write(av.VideoFrame.from_ndarray(np.ascontiguousarray(pictures[place]), format="rgb24"), out_slots[place])
+            yield place, picture
+
+
+def _small_file(table: SampleTable, span: PictureSpan, buffers: list[memoryview], shift: int) -> bytes:
+    chunk, offset = span.chunks_of(table)
+    sizes = table.sizes[span.first : span.stop].astype(np.int64)
+    data = b"".join(
+        bytes(buffers[number][at : at + size]) for number, at, size in zip(chunk.tolist(), offset.tolist(), sizes.tolist(), strict=True)
+    )
+    return mini_header(table, span.first, span.stop, np.cumsum(sizes) - sizes, len(data), edit=None, shift=shift) + data
+
+
+def _failed(table: SampleTable, picture: int, what: str) -> DecodeError:
+    sample = int(table.presented[picture])
+    start = int(table.offsets[sample])
+    byte_range = (start, start + int(table.sizes[sample]))
+    return DecodeError(
+        f"{table.path}: picture {picture} (sample {sample}, bytes {byte_range[0]}..{byte_range[1]}) cannot be decoded: {what}",
+        file=table.path,
+        byte_range=byte_range,
+        picture=picture,
+    )
