@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -35,11 +37,19 @@ class S3Server:
         while time.monotonic() < deadline:
             line = self.process.stderr.readline()
             if "Running on http://" in line:
+                # The server logs every request; a full pipe would stop it.
+                threading.Thread(target=self._drain, name="moto-log", daemon=True).start()
                 return line.split("Running on ", 1)[1].split()[0].strip()
             if not line and self.process.poll() is not None:
                 break
         self.close()
         pytest.skip("moto_server did not start")
+
+    def _drain(self) -> None:
+        assert self.process.stderr is not None
+        with contextlib.suppress(ValueError):
+            for _ in self.process.stderr:
+                pass
 
     def _store(self, bucket: str) -> Any:
         from obstore.store import S3Store
@@ -73,5 +83,3 @@ class S3Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
