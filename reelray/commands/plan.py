@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
-from ingest.plan import EpochPlan, PlanReport, plan_epoch, report_plan
+from ingest.plan import EpochPlan, PlanReport, RankRun, plan_epoch, report_plan
 from reelray.commands.common import (
     Flat,
     OrderArguments,
@@ -49,6 +49,14 @@ class Plan:
     """Write the position behind the planned batches to this file."""
     peaks: bool = True
     """Compute the most bytes held at a time; runs through the epoch of every consumer."""
+    html: Path | None = None
+    """Draw the plan on this page."""
+    bandwidth_mbps: float | None = None
+    """Simulate the epoch with so many megabits per second for each rank."""
+    decode_fps: float = 1000.0
+    """Pictures that each rank decodes per second in the simulation."""
+    step_s: float = 0.1
+    """Seconds of a training step in the simulation."""
     json: bool = False
     """Print the report as JSON."""
 
@@ -57,6 +65,7 @@ class Plan:
         from train_integration.delivery import read_cursor, write_cursor
         from train_integration.ledger import write_order
         from train_integration.options import StreamConfig, open_stream
+        from train_integration.plan_page import runs_table, simulated_runs, write_plan_page
 
         if self.max_steps is not None and self.max_steps < 0:
             raise SettingsError(f"max_steps must be 0 or more, found {self.max_steps}")
@@ -79,11 +88,34 @@ class Plan:
             reached = plan.steps if self.max_steps is None else min(plan.steps, plan.cursor.batches + self.max_steps)
             write_cursor(self.cursor_out, plan.cursor_at(reached))
         report = report_plan(plan, peaks=self.peaks)
+        runs: list[RankRun] = []
+        if self.bandwidth_mbps is not None:
+            runs = simulated_runs(
+                plan,
+                bandwidth_mbps=self.bandwidth_mbps,
+                decode_fps=self.decode_fps,
+                step_s=self.step_s,
+                cameras=len(dataset.spec.cameras),
+            )
+        if self.html is not None:
+            write_plan_page(self.html, f"Plan of {self.src}", plan, report, runs)
         if self.json:
-            print_json(_report_json(self.src, plan, report, dataset, description.damage))
+            print_json(_report_json(self.src, plan, report, dataset, description.damage) | {"simulated": runs_table(runs)})
         else:
             _show(plan, report, dataset, description.damage)
+            _show_runs(runs)
         return 0
+
+
+def _show_runs(runs: list[RankRun]) -> None:
+    if not runs:
+        return
+    print()
+    rows = [
+        (run.rank, run.steps, f"{run.first_batch_s:.2f}", f"{run.total_s:.1f}", f"{run.stall_s:.1f}", f"{run.stall_share:.1%}")
+        for run in runs[:_CONSUMERS_SHOWN]
+    ]
+    print_table(rows, ("rank", "steps", "first batch s", "total s", "waiting s", "waiting"))
 
 
 def order_columns(plan: EpochPlan, dataset: Dataset, *, max_steps: int | None = None, rank: int | None = None) -> dict[str, NDArray[Any]]:
