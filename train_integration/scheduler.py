@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,8 @@ from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, Ree
 from train_integration.credits import ByteLedger, UnitCredits
 from train_integration.decoding import DecodeBackend
 from train_integration.feed import Feed
+from train_integration.fits import HOW_TO_MAKE_ROOM, peak_pictures, refuse_what_never_fits
 from train_integration.worklist import PlannedStep, WorkList
-
-_ROOM = "raise byte_budget_gb, raise decoded_budget_gb so that units are decoded whole, or mix fewer of them (pool_size, lanes)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +58,11 @@ class FrameStores:
 
     whole: FrameStore | None
     demand: FrameStore | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of decoded pictures that both held, each at its own time."""
+        return sum(store.peak_used * store.slot_bytes for store in (self.whole, self.demand) if store is not None)
 
     def close(self) -> None:
         """Closes both."""
@@ -160,7 +163,7 @@ class BatchScheduler:
         self._once, self.stores = self._lay_out(stores)
         self._whole, self._demand = self.stores.whole, self.stores.demand
         self._ledger = ledger
-        self._refuse_what_never_fits()
+        refuse_what_never_fits(work, self._once, ledger.limit_bytes)
         self._credits = UnitCredits(ledger, work.list.nbytes)
         self._units = self._feed.units(work.list, counters, self._credits)
         self._thread = threading.Thread(target=self._feed_units, name="reelray-feeder", daemon=True)
@@ -188,7 +191,7 @@ class BatchScheduler:
         if not once.all():
             once = choose_once(work.first_step, work.last_step, work.pictures, slots - reserve)
         # Room for two more units than the plan needs at once lets decoding run ahead of the batches.
-        peak = _peak_pictures(work.first_step[once], work.last_step[once], work.pictures[once])
+        peak = peak_pictures(work.first_step[once], work.last_step[once], work.pictures[once])
         largest = int(work.pictures[once].max()) if once.any() else 0
         # A short stretch may not be typical of those that follow with the same slots.
         typical = int(work.pictures.mean() * self._open_units) if len(work.pictures) else 0
@@ -197,40 +200,6 @@ class BatchScheduler:
             self._backend.make_frames(self._slot_bytes, room) if once.any() else None,
             None if once.all() else self._backend.make_frames(self._slot_bytes, reserve),
         )
-
-    def _refuse_what_never_fits(self) -> None:
-        """Refuses, before anything is fetched, units that could not be held however long they waited.
-
-        A unit that is decoded whole holds its bytes until it is decoded, the others until their last use.
-
-        Raises:
-            BudgetError: naming the first such episode and the setting to raise.
-        """
-        work, limit = self._work, self._ledger.limit_bytes
-        nbytes = work.list.nbytes
-        if int(nbytes.sum()) <= limit:
-            return
-        large = np.flatnonzero(nbytes > limit)
-        if len(large):
-            raise BudgetError(
-                f"episode {int(work.list.episode[large[0]])} requires {int(nbytes[large[0]])} bytes, exceeding the byte budget {limit} "
-                "of the rank: raise byte_budget_gb (streaming_byte_budget_gb)"
-            )
-        still_open: list[tuple[int, int]] = []
-        held = 0
-        columns = (work.first_row, work.last_row, nbytes, self._once)
-        for key, (first, last, size, once) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            while still_open and still_open[0][0] < first:
-                held -= heappop(still_open)[1]
-            if held + size > limit:
-                raise BudgetError(
-                    f"at step {int(work.first_step[key])} the {len(still_open)} units that stay open and episode "
-                    f"{int(work.list.episode[key])} need {held + size} bytes of compressed pictures, exceeding the byte budget {limit} of "
-                    f"the rank: {_ROOM}"
-                )
-            if not once:
-                held += size
-                heappush(still_open, (last, size))
 
     @property
     def units(self) -> UnitList:
@@ -453,7 +422,7 @@ class BatchScheduler:
     def _starved(self, key: int, step: int) -> BudgetError:
         return BudgetError(
             f"at step {step} episode {int(self._work.list.episode[key])} needs {int(self._work.list.nbytes[key])} bytes, but "
-            f"{self._ledger.held_bytes} of {self._ledger.limit_bytes} are held by units that stay open: {_ROOM}"
+            f"{self._ledger.held_bytes} of {self._ledger.limit_bytes} are held by units that stay open: {HOW_TO_MAKE_ROOM}"
         )
 
     def _release(self, asked: _Asked, drained: tuple[int, ...]) -> None:
@@ -485,15 +454,3 @@ class BatchScheduler:
 def _chain(first: PlannedStep, rest: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
     yield first
     yield from rest
-
-
-def _peak_pictures(first: NDArray[np.int64], last: NDArray[np.int64], pictures: NDArray[np.int64]) -> int:
-    """Most pictures held at one step when each unit holds its own from its first to its last step."""
-    if not len(first):
-        return 0
-    steps = np.concatenate([first, last + 1])
-    change = np.concatenate([pictures, -pictures])
-    order = np.argsort(steps, kind="stable")
-    at, sums = steps[order], np.cumsum(change[order])
-    ends = np.flatnonzero(np.append(at[1:] != at[:-1], True))
-    return int(sums[ends].max())

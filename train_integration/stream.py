@@ -472,6 +472,7 @@ class _Producer:
     def _retire(self, scheduler: BatchScheduler) -> None:
         scheduler.close()
         self._stream.counters.at_least("reelray_compressed_bytes_peak", self._ledger.peak_bytes)
+        self._stream.counters.at_least("reelray_decoded_bytes_peak", scheduler.stores.peak_bytes)
         self._schedulers.remove(scheduler)
 
     def _drop_all(self) -> None:

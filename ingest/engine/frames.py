@@ -35,6 +35,11 @@ class FrameStore(Protocol):
         """Slots that may be reserved without waiting."""
         ...
 
+    @property
+    def peak_used(self) -> int:
+        """The most slots that were ever taken at once."""
+        ...
+
     def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
         """Takes ``count`` slots, waiting until that many are free.
 

@@ -151,7 +151,9 @@ def test_pool_orders_hold_their_pool_compressed_within_the_budget(small: Path, s
         plan = plan_epoch(description.units, description.with_topology(world_size=1))
         with opened(description, decoded_bytes=pictures * PICTURE_BYTES) as stream:
             assert indices(stream) == [batch["index"].tolist() for _, batch in dataset.iter_batches(plan)]
-            assert stream.counters.totals()["reelray_compressed_bytes_peak"] <= budget
+            totals = stream.counters.totals()
+        assert totals["reelray_compressed_bytes_peak"] <= budget
+        assert 0 < totals["reelray_decoded_bytes_peak"] <= pictures * PICTURE_BYTES
 
 
 def test_an_oversize_episode_is_refused_before_any_fetch(small: Path) -> None:

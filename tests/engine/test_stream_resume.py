@@ -22,6 +22,7 @@ from train_integration.stream import merged_state
 
 STRATEGIES = ("lanes", "remaining", "round_robin", "sequential", "episode_sequential", "reservoir")
 TAILS = ("exact", "drop_tail", "pad")
+SLOW_TAILS = tuple(pytest.param(tail, marks=pytest.mark.slow) if tail != "pad" else tail for tail in TAILS)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_stretches_deliver_the_same_pictures(small: Path, strategy: str) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("tail", SLOW_TAILS)
 def test_a_checkpoint_at_every_step_of_two_epochs_gives_the_rest(small: Path, strategy: str, tail: str) -> None:
     description, _ = described(
         small, strategy=strategy, world_size=2, workers=3, batch_size=2, lane_frames=4, tail=tail, epochs=2, read=ReadOptions(cameras=())
@@ -168,6 +169,28 @@ def test_pool_states_are_small_and_only_a_short_cut(small: Path) -> None:
     assert foreign is not None
     with opened(description) as stream:
         stream.load_state_dict(state, pool_state=foreign)
+        assert indices(stream) == rest
+
+
+def test_checkpoints_keep_the_pool_file_of_each_rank(small: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from ray.train import Checkpoint
+
+    from train_integration.checkpoints import load_pools, pool_file
+
+    description, _ = described(small, strategy="round_robin", batch_size=3, read=ReadOptions(cameras=()))
+    with opened(description, 1, 2) as stream:
+        batches = iter(stream)
+        for _ in range(4):
+            next(batches)
+        state, pools = stream.state_dict(), stream.pool_state()
+        rest = [batch["index"].tolist() for batch in batches]
+    assert pools is not None
+    (tmp_path / pool_file(1)).write_bytes(pools)
+    checkpoint = Checkpoint.from_directory(str(tmp_path))
+    assert load_pools(checkpoint, 0) is None
+    with opened(description, 1, 2) as stream:
+        stream.load_state_dict(state, pool_state=load_pools(checkpoint, 1))
         assert indices(stream) == rest
 
 
