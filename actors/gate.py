@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+_CLOSED = 1 << 62
+
 
 class PlanGate:
     """One growing number for each list of units: those numbered below it may be fetched.
@@ -19,15 +21,16 @@ class PlanGate:
         self._changed = asyncio.Condition()
 
     async def grant(self, key: str, granted: int) -> None:
-        """Units of a list that may be fetched; -1 forgets the list and lets everyone pass."""
+        """Units of a list that may be fetched; -1 says that nobody wants the list any more."""
         async with self._changed:
-            self._granted[key] = max(granted, self._granted.get(key, 0)) if granted >= 0 else 1 << 62
+            self._granted[key] = max(granted, self._granted.get(key, 0)) if granted >= 0 else _CLOSED
             self._changed.notify_all()
 
-    async def wait(self, key: str, number: int) -> None:
-        """Returns once a unit of a list may be fetched."""
+    async def wait(self, key: str, number: int) -> bool:
+        """Returns once it is known whether a unit of a list may be fetched; False when nobody wants it any more."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._granted.get(key, 0) > number)
+            return self._granted[key] != _CLOSED
 
 
 def start_gate() -> Any:

@@ -35,7 +35,7 @@ from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData, pack_unit, unpack_unit
-from ingest.errors import DamagedDataError, ReelrayError, SettingsError, StorageError
+from ingest.errors import DamagedDataError, ReelrayError, SettingsError, StorageError, StreamClosedError
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.source import Source
 from ingest.storage.base import Store
@@ -135,7 +135,8 @@ class EpisodeDatasource(Datasource):
     Args:
         job: reference to a `ReadJob`.
         units: what to read.
-        gate: actor whose ``wait(key, ordinal)`` says when a unit may be fetched; None fetches without asking.
+        gate: actor whose ``wait(key, ordinal)`` returns when it is known whether a unit may be fetched; None fetches
+            without asking.
         gate_key: names the list of units to the gate.
     """
 
@@ -168,11 +169,12 @@ class EpisodeDatasource(Datasource):
     def _task(self, units: UnitList, row_limit: int | None) -> ReadTask:
         job, gate, key = self._job, self._gate, self._gate_key
 
-        def may_fetch(ordinal: int) -> None:
+        def may_fetch(ordinal: int) -> bool:
             # Without its gate a task still keeps to the bytes of its own job.
             with contextlib.suppress(RayError):
                 if gate is not None:
-                    ray.get(gate.wait.remote(key, ordinal))
+                    return bool(ray.get(gate.wait.remote(key, ordinal)))
+            return True
 
         def read() -> Iterator[pa.Table]:
             yield from _read_rows(ray.get(job), units, may_fetch)
@@ -226,11 +228,12 @@ def _reader(job: ReadJob) -> tuple[UnitReader, Counters]:
     return _readers[job.key]
 
 
-def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], None]) -> Iterator[pa.Table]:
+def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], bool]) -> Iterator[pa.Table]:
     reader, counters = _reader(job)
 
     def read(number: int) -> tuple[bytes, bytes, str | None]:
-        may_fetch(int(units.ordinal[number]))
+        if not may_fetch(int(units.ordinal[number])):
+            return b"", b"", dump_error(StreamClosedError("the stream was closed before this unit was fetched"))
         try:
             header, payload = pack_unit(reader.read(units.request(number)))
             return header, payload, None
