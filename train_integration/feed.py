@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,6 +75,17 @@ class RayFeed:
                 ordinal, unit, counts = unpack_row(table, row)
                 counters.merge(counts)
                 yield ordinal, unit
+
+
+def warm_readers() -> list[ray.ObjectRef[None]]:
+    """Starts the processes of a rank's read tasks and their imports, about a second of CPU each, before the first batch is asked for."""
+    task: Any = ray.remote(_be_there).options(num_cpus=0, max_retries=0)
+    return [task.remote() for _ in range(_READ_TASKS)]
+
+
+def _be_there() -> None:
+    """Arriving here has imported what read tasks import; staying a moment gives each task a process of its own."""
+    time.sleep(1.0)
 
 
 @dataclass(frozen=True, slots=True)
