@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     )
     from ingest.plan import PlanSettings, plan_epoch
     from train_integration.config import EpisodeDataConfig, get_sample_stream
-    from train_integration.options import StreamConfig
+    from train_integration.iterable import EpisodeIterableDataset
+    from train_integration.mixtures import Member, open_mixture
+    from train_integration.options import StreamConfig, open_stream
     from train_integration.stream import SampleStream
+    from train_integration.transforms import SeededTransform, TorchTransform
 
 _HOME = {
     "Dataset": "ingest.engine",
@@ -46,7 +49,13 @@ _HOME = {
     "EpisodeDatasource": "ingest.datasource",
     "read_episodes": "ingest.datasource",
     "EpisodeDataConfig": "train_integration.config",
+    "EpisodeIterableDataset": "train_integration.iterable",
+    "Member": "train_integration.mixtures",
+    "open_mixture": "train_integration.mixtures",
     "StreamConfig": "train_integration.options",
+    "open_stream": "train_integration.options",
+    "SeededTransform": "train_integration.transforms",
+    "TorchTransform": "train_integration.transforms",
     "SampleStream": "train_integration.stream",
     "get_sample_stream": "train_integration.config",
 }
@@ -55,13 +64,17 @@ __all__ = [
     "Dataset",
     "EpisodeDataConfig",
     "EpisodeDatasource",
+    "EpisodeIterableDataset",
+    "Member",
     "MessageTurn",
     "PlanSettings",
     "ReadOptions",
     "RenderStage",
     "RenderTrainingMessagesStep",
     "SampleStream",
+    "SeededTransform",
     "StreamConfig",
+    "TorchTransform",
     "TrainingRecipe",
     "__version__",
     "column_for_style",
@@ -69,6 +82,8 @@ __all__ = [
     "iter_samples",
     "load_recipe",
     "open_dataset",
+    "open_mixture",
+    "open_stream",
     "plan_epoch",
     "read_episodes",
     "render_sample",
