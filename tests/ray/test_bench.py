@@ -1,0 +1,54 @@
+"""`reelray bench` over the session's cluster: the report that it promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reelray.cli import main
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+KEYS = {
+    "samples_per_s",
+    "camera_frames_per_s",
+    "camera_frames_per_cpu_s",
+    "decode_efficiency",
+    "decode_amplification",
+    "read_amplification",
+    "step_wait",
+    "first_batch_s",
+    "peak_pss_mb",
+    "episodes_per_batch",
+}
+
+
+def test_one_run_reports_ceiling_engine_and_stream(streamed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    windows = json.dumps({"observation.images.cam0": [-0.1, 0.0]})
+    arguments = ["--world-size", "2", "--batch-size", "4", "--delta-timestamps", windows, "--decode-actors", "1", "--json"]
+    assert main(["bench", str(streamed), *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ceiling_camera_frames_per_s"] > 0
+    for way in ("oracle", "stream"):
+        figures = report[way]
+        assert set(figures) >= KEYS
+        assert figures["decode_efficiency"] > 0
+        assert figures["read_amplification"] == pytest.approx(1.0, abs=0.1)
+        assert 0 < figures["decode_amplification"] < 1.5
+        assert 1 <= figures["episodes_per_batch"] <= 4
+        assert 0 <= figures["step_wait"] <= 1
+        assert figures["first_batch_s"] > 0
+    samples = [report[way]["counters"]["reelray_samples_delivered"] for way in ("oracle", "stream")]
+    assert samples[0] == samples[1] > 0
+    roles = report["stream"]["cpu_by_role"]
+    assert any("RayTrainWorker" in role for role in roles)
+    assert any("reelray-decode" in role or "Decoder" in role for role in roles)
+
+
+def test_the_table_shows_where_time_goes(streamed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(streamed), "--batch-size", "4", "--max-steps", "3", "--decode-actors", "1", "--profile"]) == 0
+    printed = capsys.readouterr().out
+    for expected in ("ceiling:", "decode efficiency", "CPU seconds of the stream by process", "functions of the single-process engine"):
+        assert expected in printed
