@@ -180,7 +180,8 @@ def deliver_through_ray(
     log_clamped_workers(plan)
     wait_for_resources({"CPU": float(world_size)}, f"{world_size} Train workers of 1 CPU")
     manager = start_manager(pool) if description.config.decode == "pool" else None
-    ledger = ledger if ledger is not None else start_ledger()
+    own = start_ledger() if ledger is None else None
+    ledger = own if ledger is None else ledger
     shared = replace(description, config=replace(description.config, plan=settings, epochs=1))
     handles = publish_stream(shared, manager, cursor=plan.cursor.to_json(), max_steps=max_steps)
     start = time.perf_counter()
@@ -205,6 +206,8 @@ def deliver_through_ray(
         raise failed
     rows: Rows = ray.get(ledger.columns.remote())
     summary: dict[str, Any] = ray.get(ledger.summary.remote())
+    # Ray Train's controller may outlive the run, and with it the handle that it was given.
+    stop_services(own)
     reached = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
     after = plan.cursor
     for skip in summary["skips"]:
