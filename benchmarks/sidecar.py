@@ -22,6 +22,9 @@ from pathlib import Path
 import av
 import numpy as np
 
+from ingest.engine.indexing import IndexedSource
+from ingest.lerobot.make import MakeOptions, make_dataset
+from ingest.lerobot.source import open_source
 from ingest.storage.local import LocalStore
 from ingest.video.boxes import read_sample_table
 from ingest.video.mini import mini_header, mini_mp4_sizes
@@ -256,12 +259,33 @@ def planning(episodes: int) -> dict[str, object]:
     return figures
 
 
+def cluster(folder: Path, files: int) -> dict[str, object]:
+    """Files indexed per second by 1, 2 and 4 Ray tasks, the sidecar written and the index derived; Ray's start not counted."""
+    import ray
+
+    from actors.sidecar_build import ClusterSettings, build_on_cluster
+
+    make_dataset(folder / "ds", MakeOptions(episodes=files, frames="8:8", cameras=1, size=(32, 64), gop=4, video_files=files))
+    videos = IndexedSource.of(open_source(LocalStore.at(folder / "ds")))
+    ray.init(address="local", num_cpus=4, object_store_memory=300_000_000, include_dashboard=False, log_to_driver=False)
+    rates: dict[int, float] = {}
+    try:
+        for tasks in (1, 2, 4):
+            how = ClusterSettings(tasks=tasks, force=True, cache_home=folder / "home")
+            build_on_cluster(videos, how)  # starts the processes of the tasks
+            rates[tasks] = round(max(files / build_on_cluster(videos, how).build.elapsed_s for _ in range(3)), 1)
+    finally:
+        ray.shutdown()
+    return {"files": files, "files_per_s_by_ray_tasks": rates}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, default=400, help="files to index")
     parser.add_argument("--index-files", type=int, default=10_000, help="files of the large mapped index")
     parser.add_argument("--samples", type=int, default=20_000, help="samples per file")
     parser.add_argument("--episodes", type=int, default=1_000_000, help="episodes to plan")
+    parser.add_argument("--cluster-files", type=int, default=300, help="files to index with Ray tasks; 0 starts no Ray")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sidecar.json")
     options = parser.parse_args()
     figures: dict[str, object] = {"machine": machine()}
@@ -271,6 +295,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         figures["opening"] = opening(Path(folder), options.index_files, options.samples)
         print(json.dumps(figures["opening"]), flush=True)
+    if options.cluster_files:
+        with tempfile.TemporaryDirectory() as folder:
+            figures["cluster"] = cluster(Path(folder), options.cluster_files)
+            print(json.dumps(figures["cluster"]), flush=True)
     figures["planning"] = planning(options.episodes)
     figures["peak_rss_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
     options.output.parent.mkdir(parents=True, exist_ok=True)
