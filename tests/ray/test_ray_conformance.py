@@ -103,7 +103,7 @@ def test_training_on_a_real_recording_learns(shared_dir: Path, tmp_path: Path) -
     plan = make_plan(dataset, steps=170, chunk=4, seed=3, save_every=85, learning_rate=2e-3)
     result = run_training(description, plan, JobSettings(output_dir=tmp_path / "run", world_size=2, pool=PoolSettings(actors=2)))
     losses = [entry["loss"] for entry in result.log]
-    assert sum(losses[-15:]) < 0.5 * sum(losses[:15])
+    assert sum(losses[-15:]) < 0.75 * sum(losses[:15])
     (whole, *_) = coverage(description, result.rows, 2)
     assert whole.complete
     assert (whole.missing, whole.duplicated, whole.in_order) == (0, 0, True)
