@@ -67,7 +67,7 @@ class ProcessTree:
 
     def stop(self) -> Usage:
         """What was used since ``start``."""
-        self._look(memory=False)
+        self._look(memory=True)
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
