@@ -14,7 +14,8 @@ import yaml
 
 from ingest.errors import CursorError
 from train_integration.poolstate import MAX_FILE_BYTES
-from train_integration.stream import SampleStream, merged_state
+from train_integration.state import merged_state
+from train_integration.stream import SampleStream
 
 _WEIGHTS = "training.pt"
 RECIPE_FILE = "recipe.yaml"

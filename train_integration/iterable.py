@@ -23,7 +23,8 @@ from ingest.plan import Cursor, EpochPlan, plan_epoch
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamDescription
-from train_integration.stream import STATE_VERSION, SampleStream
+from train_integration.state import STATE_VERSION
+from train_integration.stream import SampleStream
 
 _MOST_WORKERS = 1 << 12
 _MEMORY_SHARE = 0.25

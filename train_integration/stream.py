@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
 
@@ -28,13 +28,12 @@ from train_integration.feed import Feed
 from train_integration.options import StreamDescription
 from train_integration.poolstate import dump_pool_state, load_pool_state
 from train_integration.scheduler import BatchScheduler, Budgets, FrameStores, UnitFailure
+from train_integration.state import STATE_VERSION
 from train_integration.stretches import FIRST_STRETCH_SAMPLES, Stretch
 from train_integration.transforms import TorchTransform, transform_batch
 from train_integration.worklist import PlannedStep, work_list
 
 _LOG = logging.getLogger("reelray.stream")
-
-STATE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -499,19 +498,3 @@ class _Producer:
         self._thread.join(timeout=10)
         self._drop_all()
         self._backend.close()
-
-
-def merged_state(states: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state out of those of all ranks: the same position, and every rank's skipped episodes.
-
-    Raises:
-        CursorError: the ranks do not stand at the same batch.
-    """
-    cursors = [Cursor.from_json(json.dumps(state["cursor"])) for state in states]
-    first = cursors[0]
-    if any((one.epoch, one.segments) != (first.epoch, first.segments) for one in cursors):
-        places = sorted({f"epoch {one.epoch} batch {one.batches}" for one in cursors})
-        raise CursorError(f"the ranks' states stand at different places: {', '.join(places)}; save them at the same step")
-    skipped = tuple(dict.fromkeys(one for cursor in cursors for one in cursor.skipped))
-    merged = replace(first, skipped=skipped)
-    return {**states[0], "version": STATE_VERSION, "cursor": json.loads(merged.to_json())}

@@ -17,7 +17,8 @@ from ingest.plan import PlanSettings, plan_epoch
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamConfig, StreamDescription, open_stream
-from train_integration.stream import SampleStream, merged_state
+from train_integration.state import merged_state
+from train_integration.stream import SampleStream
 
 STRATEGIES = ("lanes", "remaining", "round_robin", "sequential", "episode_sequential", "reservoir")
 PICTURE_BYTES = 32 * 64 * 3

@@ -18,7 +18,7 @@ from ingest.errors import PlanError, SettingsError
 from ingest.plan import plan_epoch
 from train_integration.options import open_stream
 from train_integration.poolstate import dump_pool_state, load_pool_state
-from train_integration.stream import merged_state
+from train_integration.state import merged_state
 
 STRATEGIES = ("lanes", "remaining", "round_robin", "sequential", "episode_sequential", "reservoir")
 TAILS = ("exact", "drop_tail", "pad")

@@ -24,7 +24,8 @@ from ingest.storage.local import LocalStore
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamConfig, open_stream
-from train_integration.stream import SampleStream, merged_state
+from train_integration.state import merged_state
+from train_integration.stream import SampleStream
 
 DROPPING = RenderStage(load_recipe("subtask_mem"), policy="drop")
 LISTS = ("messages", "message_streams", "target_message_indices")
