@@ -58,7 +58,14 @@ class PrefeatureWorker:
         self._work: str | None = None
         self._chunks = 0
         self._bytes = 0
-        self._shop = Workshop(Path(root), choice.make(), worker, deep=deep, lock_wait_s=_LOCK_WAIT_S)
+        self._make = lambda: Workshop(Path(root), choice.make(), worker, deep=deep, lock_wait_s=_LOCK_WAIT_S)
+        self._opened: Workshop | None = None
+
+    def _shop(self) -> Workshop:
+        """The workshop, opened at the first call: an error of a constructor would reach callers as a dead actor."""
+        if self._opened is None:
+            self._opened = self._make()
+        return self._opened
 
     def _progress(self, what: str, nbytes: int) -> None:
         with self._lock:
@@ -72,24 +79,25 @@ class PrefeatureWorker:
 
     def ready(self) -> int:
         """Returns the process id once the teacher is loaded."""
+        self._shop()
         return os.getpid()
 
     def frozen(self, known: Known) -> None:
         """Writes the frozen weights."""
         self._begin("frozen weights")
-        self._shop.build_frozen(known)
+        self._shop().build_frozen(known)
         self._begin(None)
 
     def case(self, case_id: int, known: Known) -> None:
         """Builds one case."""
         self._begin(f"case {case_id}")
-        self._shop.build_case(case_id, known, self._progress)
+        self._shop().build_case(case_id, known, self._progress)
         self._begin(None)
 
     def trajectory(self, case_id: int, action_id: int, known: Known) -> TrajectoryReport:
         """Builds one trajectory."""
         self._begin(f"case {case_id}, action {action_id}")
-        report = self._shop.build_trajectory(case_id, action_id, known, progress=self._progress, should_stop=self._stop.is_set)
+        report = self._shop().build_trajectory(case_id, action_id, known, progress=self._progress, should_stop=self._stop.is_set)
         self._begin(None)
         return report
 

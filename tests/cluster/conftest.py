@@ -15,7 +15,7 @@ def manifests() -> Path:
     return Path(__file__).resolve().parents[2] / "cluster"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def metrics_cluster() -> Iterator[str]:
     """A small local cluster; the address of its node's metrics."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
