@@ -390,13 +390,13 @@ def test_the_environment_names_the_cache(source: LocalStore, paths: list[str], t
 
 
 RACER = """
-import sys
+import sys, time
 from pathlib import Path
 from ingest.storage.local import LocalStore
 from ingest.video.sidecar.lookup import open_video_index
 root, home, start, *paths = sys.argv[1:]
 while not Path(start).exists():
-    pass
+    time.sleep(0.005)
 index = open_video_index(LocalStore.at(root), paths, "me/data", "v3.0", cache_home=Path(home), workers=2)
 print(index.origin, sum(index.table(path).pictures for path in paths))
 """
