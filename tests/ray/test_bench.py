@@ -47,6 +47,7 @@ def test_one_run_reports_ceiling_engine_and_stream(streamed: Path, capsys: pytes
     assert any("reelray-decode" in role or "Decoder" in role for role in roles)
 
 
+@pytest.mark.slow
 def test_the_table_shows_where_time_goes(streamed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(streamed), "--batch-size", "4", "--max-steps", "3", "--decode-actors", "1", "--profile"]) == 0
     printed = capsys.readouterr().out

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ def killed_run(
 
 def test_a_killed_train_worker_changes_nothing_that_is_committed(streamed: Path) -> None:
     config = config_of(strategy="lanes", batch_size=4)
-    found, killer = killed_run(streamed, config, 40, lambda ledger: lambda: [_delivery_pids(ledger)[1]])
+    found, killer = killed_run(streamed, config, Random(41).randint(24, 72), lambda ledger: lambda: [_delivery_pids(ledger)[1]])
     assert killer.killed is not None
     assert found.attempts == 2
     assert_same(found, in_process(streamed, config, 2))
@@ -119,7 +120,7 @@ def test_a_killed_train_worker_changes_nothing_that_is_committed(streamed: Path)
 
 def test_a_killed_decode_actor_changes_nothing(streamed: Path) -> None:
     config = config_of(strategy="remaining", batch_size=4)
-    found, killer = killed_run(streamed, config, 16, lambda _: lambda: _named("Decoder"))
+    found, killer = killed_run(streamed, config, Random(42).randint(8, 72), lambda _: lambda: _named("Decoder"))
     assert killer.killed is not None
     assert found.attempts == 1
     assert_same(found, in_process(streamed, config, 2))

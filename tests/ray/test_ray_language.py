@@ -73,6 +73,7 @@ def test_ray_delivers_the_messages_of_one_process(annotated: Path) -> None:
     assert not any(frame in leaving.get(episode, ()) for episode, frame in found)
 
 
+@pytest.mark.slow
 def test_training_carries_its_recipe_and_goes_on_with_no_other(annotated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run"
     copy = tmp_path / "own.yaml"
