@@ -26,7 +26,7 @@ from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample
 from ingest.engine.counters import Counters
 from ingest.engine.frames import FrameStore
 from ingest.engine.modes import choose_once
-from ingest.engine.pictures import PictureForm, check_shapes, groups, runs
+from ingest.engine.pictures import PictureForm, groups, runs
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
@@ -232,8 +232,6 @@ class BatchScheduler:
             once = bool(self._once[key])
             self._credits.arrived(key, arrived.payload_bytes, leaves=once)
             try:
-                for camera, track in arrived.tracks.items():
-                    check_shapes(track, self._forms[camera], self._spec.features[camera])
                 resident = _Resident(arrived, once)
                 if once:
                     self._decode_whole(key, resident)

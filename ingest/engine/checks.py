@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.engine.pictures import PictureForm, check_shape
 from ingest.engine.spec import SampleSpec
 from ingest.errors import DamagedDataError, ObjectNotFoundError, RowsError, TimeDriftError, VideoFormatError
 from ingest.lerobot.audit_videos import find_drift
@@ -64,6 +65,7 @@ def _check_file(
     try:
         table = index.table(path)
         source.check_pictures(path, camera, table.pictures)
+        check_shape(table, PictureForm.of(spec, camera), spec.features[camera])
     except ObjectNotFoundError as error:
         missing = VideoFormatError(f"{source.store.url}: {camera}: {path} is missing ({error})", camera=camera, file=path)
         _note(damaged, missing, every, selection)

@@ -17,6 +17,7 @@ from ingest.lerobot.info import Feature
 from ingest.video.backends import PYAV, PictureDecoder
 from ingest.video.pixels import PictureWriter
 from ingest.video.spans import gop_starts, picture_span
+from ingest.video.tables import SampleTable
 
 MIN_RUN_PICTURES = 24
 """Pictures of one decode call, at least: short groups of pictures are decoded together to spread the cost of a call."""
@@ -139,7 +140,7 @@ def decode_run(track: Track, wanted: NDArray[np.int64], form: PictureForm, out: 
     return max(int(np.count_nonzero(shown)), span.stop - span.first)
 
 
-def check_shapes(track: Track, form: PictureForm, feature: Feature) -> None:
+def check_shape(table: SampleTable, form: PictureForm, feature: Feature) -> None:
     """Compares a file's picture size with the declared one before memory is laid out for it.
 
     Raises:
@@ -149,13 +150,13 @@ def check_shapes(track: Track, form: PictureForm, feature: Feature) -> None:
     if form.size is not None:
         return
     # The track header may declare another size to show the pictures at; the coded size is what a decoder returns.
-    coded_height, coded_width, _ = form.writer().shape(track.table)
+    coded_height, coded_width, _ = form.writer().shape(table)
     if (coded_height, coded_width) != (height, width):
         raise DecodeError(
-            f"{track.path}: pictures are {coded_width}x{coded_height}, but {feature.key} is declared as {width}x{height}; "
+            f"{table.path}: pictures are {coded_width}x{coded_height}, but {feature.key} is declared as {width}x{height}; "
             "correct meta/info.json, or set image_size",
-            camera=track.camera,
-            file=track.path,
+            camera=feature.key,
+            file=table.path,
         )
 
 

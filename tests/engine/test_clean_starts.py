@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 from video.forge import Movie, encode, linear, pictures
 
-from ingest.engine import Dataset, open_dataset
+from ingest.engine import Dataset, iter_samples, open_dataset
 from ingest.engine.fetch import UnitRequest
-from ingest.engine.pictures import PictureForm, check_shapes, decode_run, runs
+from ingest.engine.pictures import PictureForm, check_shape, decode_run, runs
 from ingest.engine.unit import excerpt
-from ingest.errors import ChecksumError, DecodeError, LeadInError
+from ingest.errors import ChecksumError, DecodeError, LeadInError, SelectionError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.video.boxes import read_sample_table
 from ingest.video.checksums import add_checksums
@@ -150,7 +151,23 @@ def test_coded_sizes_count_not_the_ones_to_show_pictures_at(tmp_path: Path) -> N
     dataset = open_dataset(root)
     track = dataset.reader().read(UnitRequest(0, 0, 0, 5)).tracks[CAMERA]
     form, feature = PictureForm("rgb24", None, "bilinear"), dataset.spec.features[CAMERA]
-    check_shapes(replace(track, table=replace(track.table, width=2 * SIZE[1], height=SIZE[0])), form, feature)
-    larger = replace(track, table=table_of(encode(pictures(5, 96, 128))))
+    check_shape(replace(track.table, width=2 * SIZE[1], height=SIZE[0]), form, feature)
+    larger = table_of(encode(pictures(5, 96, 128)))
     with pytest.raises(DecodeError, match=rf"pictures are 128x96, but {CAMERA} is declared as 64x48"):
-        check_shapes(larger, form, feature)
+        check_shape(larger, form, feature)
+
+
+def test_a_declared_size_that_lies_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    root = tmp_path / "ds"
+    make_dataset(root, MakeOptions(episodes=4, frames="5", cameras=2, size=SIZE, gop=5))
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"][CAMERA]["shape"] = [9999, 9999, 3]
+    (root / "meta/info.json").write_text(json.dumps(info))
+    with pytest.raises(DecodeError, match=rf"pictures are 64x48, but {CAMERA} is declared as 9999x9999") as caught:
+        open_dataset(root)
+    assert caught.value.episodes == (0, 1, 2, 3)
+    with pytest.raises(SelectionError, match="every selected episode is damaged.*declared as 9999x9999"):
+        open_dataset(root, episodes=[2], damage="skip_episode")
+    other = "observation.images.cam1"
+    for dataset in (open_dataset(root, cameras=[other]), open_dataset(root, image_size=(24, 32))):
+        assert len(list(iter_samples(dataset))) == 20, "neither a camera that is not read is judged, nor a size that is replaced"
