@@ -15,6 +15,7 @@ from ingest.engine.unit import Track
 from ingest.errors import DamagedDataError, DecodeError
 from ingest.lerobot.info import Feature
 from ingest.video.backends import PYAV, PictureDecoder
+from ingest.video.entries import parse_sample_entries
 from ingest.video.pixels import PictureWriter
 from ingest.video.spans import gop_starts, picture_span
 from ingest.video.tables import SampleTable
@@ -145,15 +146,17 @@ def check_shape(table: SampleTable, form: PictureForm, feature: Feature) -> None
 
     Raises:
         DecodeError: they differ and pictures are not resized.
+        VideoFormatError: pictures of that size cannot have the form.
     """
     height, width, _ = feature.picture_shape
     if form.size is not None:
         return
+    form.writer().shape(table)
     # The track header may declare another size to show the pictures at; the coded size is what a decoder returns.
-    coded_height, coded_width, _ = form.writer().shape(table)
-    if (coded_height, coded_width) != (height, width):
+    coded = parse_sample_entries(table.stsd, table.path)[0]
+    if (coded.height, coded.width) != (height, width):
         raise DecodeError(
-            f"{table.path}: pictures are {coded_width}x{coded_height}, but {feature.key} is declared as {width}x{height}; "
+            f"{table.path}: pictures are {coded.width}x{coded.height}, but {feature.key} is declared as {width}x{height}; "
             "correct meta/info.json, or set image_size",
             camera=feature.key,
             file=table.path,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -85,8 +87,10 @@ def encode(pictures: Iterable[Painter], encoding: Encoding) -> bytes:
     buffer = io.BytesIO()
     canvas = np.full((encoding.height * 3 // 2, encoding.width), 128, dtype=np.uint8)
     try:
-        with av.open(buffer, "w", format="mp4") as container:
+        with _ordinary_scheduling() as settle, av.open(buffer, "w", format="mp4") as container:
             stream = _add_stream(container, encoding)
+            stream.codec_context.open()
+            settle()
             for number, paint in enumerate(pictures):
                 paint(canvas[: encoding.height])
                 frame = av.VideoFrame.from_ndarray(canvas, format="yuv420p")
@@ -99,6 +103,29 @@ def encode(pictures: Iterable[Painter], encoding: Encoding) -> bytes:
             f"{encoding.codec} at {encoding.width}x{encoding.height}, {encoding.fps} fps cannot be encoded: {error}"
         ) from error
     return buffer.getvalue()
+
+
+@contextmanager
+def _ordinary_scheduling() -> Generator[Callable[[], None]]:
+    """Undoes real-time scheduling that an encoder takes for itself, at exit and whenever the function it gives is called.
+
+    SVT-AV1 run by root puts its threads and the one that calls it under the real-time scheduler at the highest priority. Whatever
+    that thread starts later inherits it: a Ray cluster started by such a process starves its machine.
+    """
+    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield lambda: None
+        return
+
+    def settle() -> None:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                if os.sched_getscheduler(int(thread)) == os.SCHED_FIFO:
+                    os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+    try:
+        yield settle
+    finally:
+        settle()
 
 
 def _add_stream(container: OutputContainer, encoding: Encoding) -> VideoStream:

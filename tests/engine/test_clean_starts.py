@@ -166,7 +166,7 @@ def test_a_declared_size_that_lies_is_refused_before_anything_is_read(tmp_path: 
     with pytest.raises(DecodeError, match=rf"pictures are 64x48, but {CAMERA} is declared as 9999x9999") as caught:
         open_dataset(root)
     assert caught.value.episodes == (0, 1, 2, 3)
-    with pytest.raises(SelectionError, match="every selected episode is damaged.*declared as 9999x9999"):
+    with pytest.raises(SelectionError, match=r"every selected episode is damaged.*declared as 9999x9999"):
         open_dataset(root, episodes=[2], damage="skip_episode")
     other = "observation.images.cam1"
     for dataset in (open_dataset(root, cameras=[other]), open_dataset(root, image_size=(24, 32))):

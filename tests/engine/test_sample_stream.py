@@ -118,6 +118,14 @@ def test_windows_reach_beyond_units(rich: Path, pictures: int) -> None:
     check_rank(description, dataset, 0, 1, decoded=pictures * PICTURE_BYTES)
 
 
+@pytest.mark.parametrize(
+    "form", [{"pixel_format": "yuv420p"}, {"image_size": (24, 40)}, {"pixel_format": "yuv420p", "image_size": (24, 40)}]
+)
+def test_every_form_of_picture_arrives(small: Path, form: dict[str, Any]) -> None:
+    description, dataset = config(small, read=ReadOptions(**form), strategy="lanes", batch_size=5, lane_frames=4)
+    check_rank(description, dataset, 0, 1)
+
+
 def test_every_kind_of_feature_arrives(rich: Path) -> None:
     description, dataset = config(rich, strategy="remaining", batch_size=5)
     check_rank(description, dataset, 0, 1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from ingest.errors import SettingsError
 from ingest.lerobot.barcode import HEIGHT, WIDTH, paint_barcode, picture_code, read_barcode
 from ingest.lerobot.doctor import audit
 from ingest.lerobot.make import MakeOptions, make_dataset
-from ingest.lerobot.make_video import CODECS
+from ingest.lerobot.make_video import CODECS, Encoding, encode
 from ingest.lerobot.rows import read_rows
 from ingest.lerobot.source import Source, open_source
 from ingest.storage.local import LocalStore
@@ -81,9 +84,24 @@ def test_every_codec(tmp_path: Path, codec: str) -> None:
     assert name == codec
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="real-time scheduling is looked at through /proc")
+@pytest.mark.parametrize("codec", CODECS)
+def test_encoding_leaves_the_scheduling_of_the_process_alone(codec: str) -> None:
+    before = {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+    seen: set[int] = set()
+
+    def paint(luma: np.ndarray) -> None:
+        luma[:] = 90
+        seen.update(os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task"))
+
+    encode([paint] * 3, Encoding(codec, 64, 64, Fraction(10), 2, 0))
+    seen.update(os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task"))
+    assert seen <= before | {os.SCHED_OTHER}
+
+
 def test_keys_come_where_the_gop_says(tmp_path: Path) -> None:
-    for encode in ("episode", "file"):
-        source = make(tmp_path, encode, frames="9", gop=4, encode=encode)
+    for how in ("episode", "file"):
+        source = make(tmp_path, how, frames="9", gop=4, encode=how)
         keys = [number for number, picture in enumerate(decoded(source, source.maps[source.cameras[0]].paths[0])) if picture[2]]
         assert keys == ([0, 4, 8, 9, 13, 17, 18, 22, 26, 27, 31, 35] if encode == "episode" else list(range(0, 36, 4)))
 
