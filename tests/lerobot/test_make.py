@@ -103,7 +103,7 @@ def test_keys_come_where_the_gop_says(tmp_path: Path) -> None:
     for how in ("episode", "file"):
         source = make(tmp_path, how, frames="9", gop=4, encode=how)
         keys = [number for number, picture in enumerate(decoded(source, source.maps[source.cameras[0]].paths[0])) if picture[2]]
-        assert keys == ([0, 4, 8, 9, 13, 17, 18, 22, 26, 27, 31, 35] if encode == "episode" else list(range(0, 36, 4)))
+        assert keys == ([0, 4, 8, 9, 13, 17, 18, 22, 26, 27, 31, 35] if how == "episode" else list(range(0, 36, 4)))
 
 
 def test_equal_options_give_equal_files_and_seeds_differ(tmp_path: Path) -> None:
