@@ -20,6 +20,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from actors.stream_metrics import PoolLoad
 from ingest.engine.counters import Counters
 from ingest.errors import PoisonedWorkError, ResourceUnavailableError, StreamClosedError
 
@@ -106,6 +107,11 @@ class DecodePoolClient:
             f"actor {member.handle._actor_id.hex()[:8]}: {'down' if member.down else 'up'}, {len(member.running)} calls"  # pyright: ignore[reportPrivateUsage]
             for member in self._members
         ]
+
+    def load(self) -> PoolLoad:
+        """What the pool is doing for this rank, for metrics."""
+        running = sum(len(member.running) for member in self._members)
+        return PoolLoad(len(self._members), sum(member.down for member in self._members), running + len(self._waiting))
 
     def close(self) -> None:
         """Fails what is still waiting and stops. Idempotent."""

@@ -89,6 +89,16 @@ def waiting_on(reading: StreamReading) -> str | None:
     return "assemble"
 
 
+def describe_wait(reading: StreamReading) -> str:
+    """What a stream waits for and what it holds, in words, for the message of a stall."""
+    pool = reading.pool
+    return (
+        f"it waits for {waiting_on(reading) or 'nothing'}; {reading.units_under_way} units under way, {pool.calls} decode calls, "
+        f"{pool.down} of {pool.actors} decoders down, {reading.budget_used_bytes} of {reading.budget_limit_bytes} compressed bytes "
+        f"and {reading.slots_used} of {reading.slots} frame slots in use"
+    )
+
+
 class RankMetrics:
     """Publishes readings of one rank's stream, at most once per interval.
 

@@ -40,6 +40,12 @@ class ByteLedger:
         self.peak_bytes = 0
         self.lists: list[UnitCredits] = []
 
+    @property
+    def under_way(self) -> int:
+        """Units that may be fetched and have not arrived."""
+        with self.changed:
+            return sum(credits.under_way for credits in self.lists)
+
     def take(self, nbytes: int) -> None:
         """Counts bytes as held. The caller holds ``changed``."""
         self.held_bytes += nbytes
@@ -86,6 +92,12 @@ class UnitCredits:
         """Units granted so far: those numbered below it."""
         with self._changed:
             return self._granted
+
+    @property
+    def under_way(self) -> int:
+        """Units that may be fetched and have not arrived."""
+        with self._changed:
+            return max(0, self._granted - self._arrived)
 
     def listen(self, told: Callable[[int], None]) -> None:
         """Calls ``told`` with the number of granted units now and whenever it grows; with -1 when this is closed."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from actors.decode_pool import DecodeAnswer, DecodeRequest
 from actors.pool_client import DecodePoolClient
 from actors.slab import FrameSlab
+from actors.stream_metrics import PoolLoad
 from ingest.engine.counters import Counters
 from ingest.engine.frames import FrameStore, HeapFrames
 from ingest.engine.pictures import PictureForm, decode_run, located
@@ -51,6 +52,10 @@ class DecodeBackend(Protocol):
 
     def states(self) -> Sequence[str]:
         """One line per decoder, for stall reports."""
+        ...
+
+    def load(self) -> PoolLoad:
+        """What the decoders are doing, for metrics."""
         ...
 
     def close(self) -> None:
@@ -105,6 +110,9 @@ class PoolDecoding:
     def states(self) -> Sequence[str]:
         return self._client.states()
 
+    def load(self) -> PoolLoad:
+        return self._client.load()
+
     def close(self) -> None:
         self._client.close()
         for slab in self._slabs:
@@ -122,7 +130,9 @@ class InlineDecoding:
     """
 
     def __init__(self, threads: int, dataset: str, counters: Counters) -> None:
+        self._threads = threads
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="reelray-decode")
+        self._calls: set[Future[Any]] = set()
         self._dataset = dataset
         self._counters = counters
         self._stores: list[HeapFrames] = []
@@ -155,10 +165,16 @@ class InlineDecoding:
             self._counters.merge(answer.counts)
             return answer
 
-        return self._pool.submit(decode)
+        call = self._pool.submit(decode)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     def states(self) -> Sequence[str]:
         return ["inline decoding threads"]
+
+    def load(self) -> PoolLoad:
+        return PoolLoad(self._threads, 0, len(self._calls))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -32,8 +32,8 @@ from train_integration.clamping import log_clamped_workers
 from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
 from train_integration.ledger import OrderRecord, Rows, start_ledger
 from train_integration.options import StreamDescription
+from train_integration.producer import Delivery
 from train_integration.recording import joined, order_rows
-from train_integration.stream import Delivery
 
 _ROWS_PER_MESSAGE = 512
 

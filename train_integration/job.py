@@ -22,6 +22,7 @@ from train_integration.config import EpisodeDataConfig, placeholder, publish_str
 from train_integration.delivery import typed_cause
 from train_integration.ledger import Rows, start_ledger, write_order
 from train_integration.options import StreamDescription
+from train_integration.preemption import start_stop_board, stop_on_sigterm
 from train_integration.training import TrainingPlan, feature_statistics, train_worker
 
 POLICIES = ("bc",)
@@ -64,6 +65,7 @@ class JobResult:
         counts: counter totals of the last worker group.
         first_batch_s: seconds to the first batch of its slowest rank.
         checkpoint: path of the newest checkpoint, or None.
+        stopped: whether SIGTERM ended it early; it has saved, and goes on with ``resume``.
     """
 
     rows: Rows
@@ -72,6 +74,7 @@ class JobResult:
     counts: dict[str, float]
     first_batch_s: float | None
     checkpoint: str | None
+    stopped: bool = False
 
 
 def make_plan(
@@ -122,6 +125,7 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     each = {"CPU": settings.cpus_per_worker} | ({"GPU": 1.0} if settings.use_gpu else {})
     wait_for_resources({name: least * amount for name, amount in each.items()}, f"{least} Train workers")
     ledger = ledger if ledger is not None else start_ledger()
+    board = start_stop_board()
     manager = start_manager(settings.pool) if description.config.decode == "pool" else None
     scaling: Any = ScalingConfig(
         num_workers=settings.world_size,  # pyright: ignore[reportArgumentType]
@@ -130,25 +134,28 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     )
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"plan": plan, "ledger": ledger},
+        train_loop_config={"plan": plan, "ledger": ledger, "stop_board": board},
         scaling_config=scaling,
         datasets=placeholder(),
         dataset_config=EpisodeDataConfig(publish_stream(description, manager)),
         run_config=RunConfig(name=_RUN, storage_path=str(output), failure_config=FailureConfig(max_failures=settings.max_failures)),
     )
     try:
-        result: Any = trainer.fit()
+        with stop_on_sigterm(lambda: board.ask.remote()) as asked:
+            result: Any = trainer.fit()
+            stopped = asked() and int((result.metrics or {}).get("step", 0)) < plan.steps
     except Exception as error:
         raise typed_cause(error) from error
     finally:
         stop_services(manager)
+        stop_services(board)
     rows: Rows = ray.get(ledger.columns.remote())
     summary: dict[str, Any] = ray.get(ledger.summary.remote())
     log: list[dict[str, float]] = ray.get(ledger.training_log.remote())
     write_order(output / "order.parquet", rows)
     (output / "log.json").write_text(json.dumps(log), encoding="utf-8")
     checkpoint = result.checkpoint.path if result.checkpoint is not None else None
-    return JobResult(rows, log, summary["attempts"], summary["counts"], summary["first_batch_s"], checkpoint)
+    return JobResult(rows, log, summary["attempts"], summary["counts"], summary["first_batch_s"], checkpoint, stopped)
 
 
 @dataclass(frozen=True, slots=True)

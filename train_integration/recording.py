@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ingest.engine.assemble import Sample
 from ingest.language.stage import RenderStage
 from train_integration.ledger import Rows
-from train_integration.stream import Delivery
+from train_integration.producer import Delivery
 
 
 def order_rows(

@@ -4,72 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.engine.assemble import BatchAssembler, BufferPool, Sample
+from actors.stream_metrics import StreamReading
+from ingest.engine.assemble import Sample
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamageReport
-from ingest.engine.rendering import render_batch
-from ingest.errors import CursorError, DamagedDataError, IngestStalledError, StreamClosedError
+from ingest.errors import CursorError, DamagedDataError
 from ingest.language.stage import stage_differences, stage_of
 from ingest.plan import Cursor, EpochPlan, RankPlan, plan_epoch
 from train_integration.collate import to_torch
-from train_integration.credits import ByteLedger
 from train_integration.decoding import DecodeBackend
 from train_integration.feed import Feed
 from train_integration.options import StreamDescription
 from train_integration.poolstate import dump_pool_state, load_pool_state
-from train_integration.scheduler import BatchScheduler, Budgets, FrameStores, UnitFailure
+from train_integration.producer import Delivery, Producer, Production
 from train_integration.state import STATE_VERSION
 from train_integration.stretches import FIRST_STRETCH_SAMPLES, Stretch
 from train_integration.transforms import TorchTransform, transform_batch
-from train_integration.worklist import PlannedStep, work_list
 
 _LOG = logging.getLogger("reelray.stream")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Delivery:
-    """Which samples the last batch holds, for ledgers and reports.
-
-    Attributes:
-        epoch: epoch number.
-        segment: number of the topology segment inside the epoch.
-        step: batch number inside the rank's segment.
-        worker: consumer inside the rank.
-        dataset: int32[B], dataset numbers.
-        episode: int64[B], episode indices.
-        frame: int64[B], episode frame numbers.
-        position: int64[B], sample numbers in the rank's order.
-        is_pad: bool[B], masked repeats.
-    """
-
-    epoch: int
-    segment: int
-    step: int
-    worker: int
-    dataset: NDArray[np.int32]
-    episode: NDArray[np.int64]
-    frame: NDArray[np.int64]
-    position: NDArray[np.int64]
-    is_pad: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ready:
-    """What the producer hands over: a batch, or the end of an epoch."""
-
-    stretch: Stretch
-    delivery: Delivery | None
-    batch: Sample | None
 
 
 class SampleStream:
@@ -131,8 +90,9 @@ class SampleStream:
         self._pool_state: bytes | None = None
         self._batches = 0 if self._made is None else self._made.cursor.batches
         self._skips: list[tuple[int, int, int]] = []
-        self._producer: _Producer | None = None
+        self._producer: Producer | None = None
         self._first_batch_s: float | None = None
+        self._waiting_since: float | None = None
         self._epochs_done = 0
 
     @property
@@ -247,12 +207,13 @@ class SampleStream:
             return
         start = perf_counter()
         if self._producer is None:
-            self._producer = _Producer(self, self._stretch_now())
+            self._producer = Producer(self._production(), self._stretch_now(), self._epochs_done)
         producer = self._producer
         while True:
-            waited = perf_counter()
-            ready = producer.take()
-            self.counters.add("reelray_wait_seconds", perf_counter() - waited)
+            waited = self._waiting_since = monotonic()
+            ready = producer.take(f"step {self._batches} of epoch {self.epoch}, segment {self.segment}")
+            self._waiting_since = None
+            self.counters.add("reelray_wait_seconds", monotonic() - waited)
             self._ranked = ready.stretch.ranked
             if ready.batch is None or ready.delivery is None:
                 self._made, self._batches = ready.stretch.plan, ready.stretch.start
@@ -270,6 +231,32 @@ class SampleStream:
             self.counters.add("reelray_samples_padded", len(ready.delivery.is_pad) - real)
             batch = self._transformed(ready.batch, ready.delivery)
             yield to_torch(batch) if self._output == "torch" else batch
+
+    def _production(self) -> Production:
+        return Production(
+            self.description,
+            self._feed,
+            self._make_backend,
+            self.counters,
+            self._decoded_bytes,
+            self.rank,
+            self._worker,
+            loop_transforms=self.loop_transform is not None,
+            skipped=self.record_skip,
+            reading=self.reading,
+        )
+
+    def reading(self) -> StreamReading:
+        """A look at what the stream holds and waits for, for metrics. May be called from any thread."""
+        plan, producer = self._made, self._producer
+        return StreamReading(
+            totals=self.counters.totals(),
+            epoch=0 if plan is None else plan.epoch,
+            step=self._batches,
+            steps=0 if plan is None else plan.steps,
+            waiting_since=self._waiting_since,
+            **({} if producer is None else producer.held()),
+        )
 
     def _transformed(self, batch: Sample, delivery: Delivery) -> Sample:
         if self.loop_transform is None:
@@ -325,176 +312,3 @@ class SampleStream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Producer:
-    """The thread that keeps finished batches ready, across epochs, so that no bubble separates them."""
-
-    def __init__(self, stream: SampleStream, stretch: Stretch) -> None:
-        config = stream.description.config
-        self._stream = stream
-        self._config = config
-        self._ready: queue.Queue[_Ready | BaseException] = queue.Queue(maxsize=config.prefetch_batches)
-        self._stop = threading.Event()
-        self._backend = stream._make_backend(stream.counters)  # pyright: ignore[reportPrivateUsage]
-        self._assembler = BatchAssembler(
-            stream.description.job.spec,
-            stream.description.job.source.store,
-            # What runs on the loop's thread gets uint8 pictures, and makes floats of them itself.
-            as_uint8=config.return_uint8 or stream.loop_transform is not None,
-            transform=None if stream.loop_transform is not None else config.image_transforms,
-            # Queued, in hand, and with the loop: a batch is only reused when nobody refers to it.
-            buffers=BufferPool(keep=config.prefetch_batches + 3),
-        )
-        self._stores: FrameStores | None = None
-        self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30))
-        self._schedulers: list[BatchScheduler] = []
-        self._thread = threading.Thread(target=self._run, args=(stretch,), name="reelray-producer", daemon=True)
-        self._thread.start()
-
-    def take(self) -> _Ready:
-        """The next batch or epoch end, waiting for it."""
-        stall_s = self._config.stall_s * 1.5
-        try:
-            ready = self._ready.get(timeout=stall_s)
-        except queue.Empty:
-            place = f"step {self._stream.step} of epoch {self._stream.epoch}"
-            raise IngestStalledError(f"no batch for {stall_s:.0f} s after {place}: {'; '.join(self._backend.states())}") from None
-        if isinstance(ready, BaseException):
-            raise ready
-        return ready
-
-    def _run(self, stretch: Stretch) -> None:
-        try:
-            epochs = self._config.epochs
-            done = self._stream._epochs_done  # pyright: ignore[reportPrivateUsage]
-            scheduler = self._schedule(stretch)
-            while not self._stop.is_set():
-                last_pass = epochs is not None and done + 1 >= epochs
-                stretch, following = self._deliver(stretch, scheduler, last=last_pass and stretch.is_last)
-                after = stretch.following()
-                if stretch.is_last:
-                    done += 1
-                    self._put(_Ready(after, None, None))
-                    if last_pass:
-                        return
-                scheduler = following or self._schedule(after)
-                stretch = after
-        except StreamClosedError as error:
-            if not self._stop.is_set():
-                self._put(error)
-        except BaseException as error:
-            self._put(error)
-
-    def _schedule(self, stretch: Stretch) -> BatchScheduler:
-        stream, config, plan = self._stream, self._config, stretch.plan
-        budgets = Budgets(
-            decoded_bytes=stream._decoded_bytes,  # pyright: ignore[reportPrivateUsage]
-            ahead=config.prefetch_batches,
-            stall_s=config.stall_s,
-        )
-        scheduler = BatchScheduler(
-            stream.description.job.spec,
-            work_list(
-                plan,
-                stretch.ranked,
-                stream.description.job.spec,
-                stream.description.lengths,
-                start=stretch.start,
-                stop=stretch.stop,
-                worker=stream._worker,  # pyright: ignore[reportPrivateUsage]
-            ),
-            stream._feed,  # pyright: ignore[reportPrivateUsage]
-            self._backend,
-            self._assembler,
-            stream.counters,
-            budgets,
-            self._ledger,
-            stretch.open_units,
-            plan.settings.seed,
-            self._stores,
-        )
-        self._stores = scheduler.stores
-        self._schedulers.append(scheduler)
-        return scheduler
-
-    def _deliver(self, stretch: Stretch, scheduler: BatchScheduler, *, last: bool) -> tuple[Stretch, BatchScheduler | None]:
-        """Delivers a stretch; the next one's units start to arrive as soon as this one's have."""
-        following: BatchScheduler | None = None
-        while True:
-            try:
-                for step, batch in scheduler:
-                    self._put(_Ready(stretch, self._delivery(stretch.plan, scheduler, step), self._rendered(batch)))
-                    if self._stop.is_set():
-                        raise StreamClosedError("the stream was closed")
-                    if following is None and not last and scheduler.fed.is_set():
-                        following = self._schedule(stretch.following())
-                self._retire(scheduler)
-                return stretch, following
-            except UnitFailure as failure:
-                stretch = self._without(stretch, scheduler, failure)
-                self._drop_all()
-                following = None
-                last = last and stretch.is_last
-                scheduler = self._schedule(stretch)
-
-    def _rendered(self, batch: Sample) -> Sample:
-        render = self._stream.description.render
-        return batch if render is None else render_batch(render, batch)
-
-    def _delivery(self, plan: EpochPlan, scheduler: BatchScheduler, step: PlannedStep) -> Delivery:
-        units = scheduler.units
-        return Delivery(
-            plan.epoch,
-            len(plan.cursor.segments) - 1,
-            step.step,
-            step.worker,
-            units.dataset[step.key],
-            units.episode[step.key],
-            step.frame,
-            step.position,
-            step.is_pad,
-        )
-
-    def _without(self, stretch: Stretch, scheduler: BatchScheduler, failure: UnitFailure) -> Stretch:
-        """The plan from the failing step on without the damaged episode, or the error where the policy says so."""
-        error, plan = failure.error, stretch.plan
-        if self._config.damage != "skip_episode" or not isinstance(error, DamagedDataError):
-            raise error
-        units = scheduler.units
-        dataset, episode = int(units.dataset[failure.key]), int(units.episode[failure.key])
-        frames = stretch.frames_left(dataset, episode, failure.step)
-        self._stream.record_skip(dataset, episode, failure.step, frames, error)
-        cursor = plan.cursor.advance(failure.step - plan.cursor.batches).skip(dataset, episode, failure.step)
-        return stretch.again(plan_epoch(plan.units, plan.settings, cursor))
-
-    def _retire(self, scheduler: BatchScheduler) -> None:
-        scheduler.close()
-        self._stream.counters.at_least("reelray_compressed_bytes_peak", self._ledger.peak_bytes)
-        self._stream.counters.at_least("reelray_decoded_bytes_peak", scheduler.stores.peak_bytes)
-        self._schedulers.remove(scheduler)
-
-    def _drop_all(self) -> None:
-        if self._stores is not None:
-            self._stores.close()
-            self._stores = None
-        for scheduler in self._schedulers:
-            scheduler.close()
-        self._schedulers.clear()
-
-    def _put(self, item: _Ready | BaseException) -> None:
-        while not self._stop.is_set():
-            try:
-                self._ready.put(item, timeout=1.0)
-                return
-            except queue.Full:
-                continue
-
-    def close(self) -> None:
-        """Stops the thread and frees slots, threads and calls."""
-        self._stop.set()
-        if self._stores is not None:
-            self._stores.close()
-        self._thread.join(timeout=10)
-        self._drop_all()
-        self._backend.close()

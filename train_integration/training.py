@@ -22,6 +22,7 @@ from train_integration.checkpoints import load_checkpoint, load_pools, save_chec
 from train_integration.collate import to_torch
 from train_integration.config import RankShard
 from train_integration.policy import BehaviourCloning, LossOf
+from train_integration.preemption import Demand, StopRequest
 from train_integration.recording import order_rows
 from train_integration.stream import SampleStream
 
@@ -91,7 +92,7 @@ def feature_statistics(dataset: Dataset, keys: list[str]) -> dict[str, tuple[NDA
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """What each Train worker runs. ``config`` holds ``plan`` (a `TrainingPlan`) and ``ledger`` (an actor or None)."""
+    """What each Train worker runs. ``config`` holds ``plan`` (a `TrainingPlan`), ``ledger`` and ``stop_board`` (actors or None)."""
     plan: TrainingPlan = config["plan"]
     ledger: Any = config["ledger"]
     shard: Any = ray.train.get_dataset_shard("train")
@@ -113,16 +114,20 @@ def train_worker(config: dict[str, Any]) -> None:
             step = int(training["step"])
         recorder = None if ledger is None else _Recorder(ledger, shard, stream, plan)
         device = ray.train.torch.get_device()
-        while step < plan.steps:
+        stop = StopRequest(config.get("stop_board"), shard.attempt)
+        last = step >= plan.steps
+        while not last:
             for batch in stream:
+                stop.begin(step + 1)
                 started = time.perf_counter()
                 loss = _step(model, optimizer, to_torch(batch, device=device))
                 step += 1
                 _pause(started, plan.step_s)
                 if recorder is not None:
                     recorder.add(batch, step, loss)
-                last = step >= plan.steps
-                if last or step % plan.save_every == 0:
+                demand = stop.after(step)
+                last = demand is Demand.STOP or step >= plan.steps
+                if last or demand is Demand.SAVE or step % plan.save_every == 0:
                     if recorder is not None:
                         recorder.flush()
                     weights = (

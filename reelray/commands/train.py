@@ -148,6 +148,7 @@ class Train:
         from train_integration.cluster import ray_session
         from train_integration.job import POLICIES, JobSettings, coverage, make_plan, run_training
         from train_integration.options import open_stream
+        from train_integration.preemption import EXIT_STOPPED
 
         if self.policy.type not in POLICIES:
             raise SettingsError(f"policy.type {self.policy.type!r} is not known; there is {', '.join(POLICIES)}")
@@ -198,6 +199,7 @@ class Train:
             "loss_last": losses[-1] if losses else None,
             "first_batch_s": result.first_batch_s,
             "checkpoint": result.checkpoint,
+            "stopped": result.stopped,
             "epochs": [asdict(one) for one in coverage(description, result.rows, self.world_size)] if self.max_world_size is None else [],
             "skipped": description.damage.to_json(),
             "language": language_report(dataset),
@@ -215,7 +217,7 @@ class Train:
             print_language(report["language"])
             for epoch in report["epochs"]:
                 print(", ".join(f"{name} {value}" for name, value in epoch.items()))
-        return 0
+        return EXIT_STOPPED if result.stopped else 0
 
     def location(self) -> str:
         """Where the dataset is: its root where one is given, else its repository."""
