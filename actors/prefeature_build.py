@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.util.metrics import Gauge
 
+from actors.metrics import BuildMetrics, this_node
 from actors.prefeature_worker import Heartbeat, PrefeatureWorker
 from ingest.errors import IngestStalledError, PoisonedWorkError, ResourceUnavailableError, SettingsError
 from ingest.prefeature import layout
@@ -117,15 +117,7 @@ class _Build:
         self._started = time.monotonic()
         self.state = BuildState(total=self.config.sizes.cases * len(self.config.actions))
         self.reports: list[TrajectoryReport] = []
-        self._gauges = {
-            name: Gauge(f"reelray_prefeature_{name}", description=text)
-            for name, text in (
-                ("trajectories_done", "trajectories finished in this run"),
-                ("chunks_built", "chunks computed in this run"),
-                ("bytes_written", "bytes written in this run"),
-                ("eta_seconds", "estimated seconds until the build ends"),
-            )
-        }
+        self._metrics = BuildMetrics("prefeature", str(root), this_node())
 
     def _start(self, number: int) -> ActorHandle:
         settings = self._settings
@@ -266,10 +258,7 @@ class _Build:
         state.chunks = sum(slot.base[0] + slot.last[0] for slot in self._slots)
         state.nbytes = sum(slot.base[1] + slot.last[1] for slot in self._slots)
         state.eta_s = state.elapsed_s / state.done * (state.total - state.done) if state.done else None
-        self._gauges["trajectories_done"].set(state.done)
-        self._gauges["chunks_built"].set(state.chunks)
-        self._gauges["bytes_written"].set(state.nbytes)
-        self._gauges["eta_seconds"].set(state.eta_s or 0.0)
+        self._metrics.update(state.done, state.total, state.nbytes, state.eta_s)
         if self._on_progress is not None:
             self._on_progress(state)
 

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.metrics import BuildMetrics, this_node
 from actors.node_cache import HandedOver
 from ingest import settings
 from ingest.engine.indexing import IndexedSource
@@ -213,6 +214,8 @@ def _build(store: Store, spec: SidecarSpec, target: Path, how: ClusterSettings, 
     size = max(1, min(how.files_per_task, -(-len(missing) // in_flight)))
     chunks = [missing[start : start + size] for start in range(0, len(missing), size)]
     bytes_read = reads = done = 0
+    metrics = BuildMetrics("sidecar", store.url, this_node())
+    metrics.update(resumed, total, 0, None)
     job = ray.put(_Job(store, spec, how.max_probe_bytes, how.checksums))
     failed: ReelrayError | None = None
     for indexed in _run(job, chunks, in_flight):
@@ -221,10 +224,11 @@ def _build(store: Store, spec: SidecarSpec, target: Path, how: ClusterSettings, 
         done += len(indexed.parts)
         bytes_read, reads = bytes_read + indexed.bytes_read, reads + indexed.reads
         failed = failed or indexed.error
+        elapsed = time.monotonic() - began
+        rate = done / elapsed if elapsed > 0 else 0.0
+        eta = (len(missing) - done) / rate if rate else None
+        metrics.update(resumed + done, total, bytes_read, eta)
         if progress is not None and done:
-            elapsed = time.monotonic() - began
-            rate = done / elapsed if elapsed > 0 else 0.0
-            eta = (len(missing) - done) / rate if rate else None
             progress(BuildProgress(resumed + done, total, bytes_read, elapsed, rate, eta))
     if failed is not None:
         raise failed

@@ -17,10 +17,16 @@ from typing import Any
 import pytest
 import yaml
 
+from actors.build_sidecars import BuildSidecars
+from actors.manager import PoolSettings
 from actors.metrics import BuildMetrics, exported_names, this_node
 from actors.stream_metrics import PoolLoad, RankMetrics, StreamReading
 from ingest.engine.counters import COUNTERS
+from ingest.lerobot.make import MakeOptions, make_dataset
+from ingest.plan import PlanSettings
 from ingest.storage.traffic import Traffic
+from train_integration.delivery import deliver_through_ray
+from train_integration.options import StreamConfig, open_stream
 
 from .promql import dashboard_expressions, filled_in, metrics_of
 
@@ -117,3 +123,52 @@ def test_every_query_finds_its_series(prometheus: str, manifests: Path) -> None:
     series = _query(prometheus, 'count({__name__=~"ray_reelray_.*"})')
     # Two ranks and a build: what one metric may cost is bounded by ranks and by the few kinds and stages.
     assert int(series[0]["value"][1]) <= 2 * (len(exported_names()) + 8)
+
+
+RUNNING = (
+    "samples_delivered_total",
+    "camera_frames_delivered_total",
+    "pictures_decoded_total",
+    "payload_bytes_read_total",
+    "fetch_seconds_total",
+    "decode_cpu_seconds_total",
+    "assemble_seconds_total",
+    "wait_seconds_total",
+    "compressed_bytes_peak",
+    "decoded_bytes_peak",
+    "byte_budget_limit_bytes",
+    "byte_budget_used_bytes",
+    "frame_slots",
+    "frame_slots_used",
+    "pool_actors",
+    "ready_batches",
+    "step",
+    "segment_steps",
+    "segment_progress_ratio",
+)
+
+
+@pytest.mark.slow
+def test_a_running_stream_and_a_build_are_seen(prometheus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "ds"
+    make_dataset(root, MakeOptions(episodes=6, frames="20:24", cameras=1, size=(48, 64), gop=6, video_files=2, seed=3))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    assert BuildSidecars(src=str(root)).run() == 0
+    description, _ = open_stream(root, StreamConfig(plan=PlanSettings(strategy="lanes", batch_size=2), decoded_budget_gb=0.05))
+    done = deliver_through_ray(
+        description, world_size=1, cursor=None, epoch=0, max_steps=None, digests=False, pool=PoolSettings(actors=1), step_s=0.15
+    )
+    assert done.counts["reelray_samples_delivered"] == description.units.frames.sum()
+    time.sleep(3)
+    label = f'{{dataset="{description.job.location}",rank="0"}}'
+    silent = [name for name in RUNNING if not _query(prometheus, f"max_over_time(ray_reelray_{name}{label}[5m]) > 0")]
+    assert not silent
+    (samples,) = _query(prometheus, f"max_over_time(ray_reelray_samples_delivered_total{label}[5m])")
+    assert 0 < float(samples["value"][1]) <= description.units.frames.sum()
+    # The stream has ended: it neither waits nor holds anything.
+    assert not _query(prometheus, f"ray_reelray_stall_seconds{label} > 0")
+    assert not _query(prometheus, f"ray_reelray_frame_slots_used{label} > 0")
+    (built,) = _query(
+        prometheus, 'max_over_time(ray_reelray_build_done_records{build="sidecar",dataset=~".*/ds",dataset!="s3://bucket/ds"}[5m])'
+    )
+    assert float(built["value"][1]) == 2
