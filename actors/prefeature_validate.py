@@ -1,4 +1,4 @@
-"""Trajectory checks as Ray tasks."""
+"""Checks of cases and trajectories as Ray tasks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 import ray
 import torch
 
-from ingest.prefeature.validate import Mapper, Outcome, check_trajectory
+from ingest.prefeature.validate import Mapper, Outcome, check_part
 
 
 @ray.remote(num_cpus=1, max_retries=3)
 def _check(root: str, case_id: int, action_id: int, full: bool) -> Outcome:
     torch.set_num_threads(1)
-    return check_trajectory(Path(root), case_id, action_id, full=full)
+    return check_part(Path(root), case_id, action_id, full=full)
 
 
 def ray_mapper(root: Path, *, full: bool, in_flight: int = 64) -> Mapper:
-    """Runs one task per trajectory, at most ``in_flight`` at a time; only findings and hashes travel back."""
+    """Runs one task per case and trajectory, at most ``in_flight`` at a time; only findings and hashes travel back."""
 
     def run(pairs: list[tuple[int, int]]) -> Iterable[Outcome]:
         return _stream(str(root), pairs, full, in_flight)

@@ -54,6 +54,8 @@ class DamagedDataError(DatasetError):
         file: path relative to the dataset root, or None.
         byte_range: half-open byte range in ``file``, or None.
         picture: picture number (0-based, in presentation order of the file), or None.
+        tensor: tensor name, or None.
+        element: flat index in ``tensor``, or None.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class DamagedDataError(DatasetError):
         file: str | None = None,
         byte_range: tuple[int, int] | None = None,
         picture: int | None = None,
+        tensor: str | None = None,
+        element: int | None = None,
     ) -> None:
         super().__init__(message)
         self.dataset = dataset
@@ -76,6 +80,8 @@ class DamagedDataError(DatasetError):
         self.file = file
         self.byte_range = byte_range
         self.picture = picture
+        self.tensor = tensor
+        self.element = element
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only fields do not pickle by default; these cross process borders.

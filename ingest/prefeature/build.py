@@ -19,13 +19,15 @@ from ingest.errors import DamagedDataError, DatasetError
 from ingest.prefeature import layout
 from ingest.prefeature.cases import read_image
 from ingest.prefeature.config import Case, DatasetConfig, read_cases, read_config
-from ingest.prefeature.durable import FileDigest, hash_file, remove_orphans, require_space, write_tensors
+from ingest.prefeature.durable import FileDigest, hash_file, remove_file, remove_orphans, require_space, tensors_digest, write_tensors
 from ingest.prefeature.journal import JournalLine, JournalSet, JournalWriter, read_journals
 from ingest.prefeature.kvmath import FrozenTeacher
 from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.reader import read_tensors
-from ingest.prefeature.rollout import CaseTensors, ChunkResult, Trajectory, final_latents, run_chunk, run_context
+from ingest.prefeature.rollout import CaseTensors, ChunkResult, Trajectory, final_latents, history_sha256, run_chunk, run_context
+from ingest.prefeature.schedule import tensor_sha256
 from ingest.prefeature.storefiles import (
+    FileKind,
     case_file,
     compare_text_kv,
     context_file,
@@ -41,7 +43,7 @@ from ingest.prefeature.storefiles import (
     write_record,
 )
 from ingest.prefeature.teacher import Teacher
-from ingest.prefeature.tensorfile import file_bytes
+from ingest.prefeature.tensorfile import file_bytes, read_header
 from ingest.prefeature.videos import check_video, write_video
 
 Known = Mapping[tuple[str, int, int, int], JournalLine]
@@ -71,6 +73,25 @@ class TrajectoryReport:
     registered: tuple[int, ...]
     video: bool
     finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What the journals say about a piece of work: the line that vouches for it, if any, and the number of the next attempt."""
+
+    line: JournalLine | None
+    attempt: int
+
+    @classmethod
+    def of(cls, known: Known, kind: str, case: int = -1, action: int = -1, chunk: int = -1) -> _Past:
+        line = known.get((kind, case, action, chunk))
+        if line is None:
+            return cls(None, 0)
+        return cls(None if line.void else line, line.attempt + 1)
+
+    @property
+    def files(self) -> dict[str, FileDigest] | None:
+        return None if self.line is None else self.line.files
 
 
 def _silent(what: str, nbytes: int) -> None:
@@ -109,10 +130,10 @@ class Workshop:
 
     def build_frozen(self, known: Known) -> None:
         """Writes the frozen weights once."""
-        line = known.get(("frozen", -1, -1, -1))
+        past = _Past.of(known, "frozen")
         files = write_frozen(self.root, self.config, self.teacher)
-        if line is None or line.files != files:
-            self.journal.append("frozen", files, attempt=0 if line is None else line.attempt + 1)
+        if past.files != files:
+            self.journal.append("frozen", files, attempt=past.attempt)
 
     def build_case(self, case_id: int, known: Known, progress: Progress = _silent) -> None:
         """Image latent and text K/V of all blocks, from one prefill.
@@ -122,26 +143,36 @@ class Workshop:
             DamagedDataError: the prepared image is damaged.
         """
         kinds = [text_kv_file(self.config, case_id), case_file(self.config, case_id)]
-        line = known.get(("case", case_id, -1, -1))
-        digests = line.files if line is not None and self._deep else None
-        if problem_with(self.root, self.config, kinds, digests) is None:
-            if line is None:
+        past = _Past.of(known, "case", case_id)
+        if problem_with(self.root, self.config, kinds, past.files if self._deep else None) is None:
+            if past.line is None:
                 compare_text_kv(self.root, self.config, case_id)
-                self._journal_case(case_id, {kind.path: hash_file(self.root / kind.path) for kind in kinds}, line)
+                self._journal_case(case_id, {kind.path: hash_file(self.root / kind.path) for kind in kinds}, past.attempt)
             progress("case_kept", 0)
             return
-        files = self._write_case(case_id)
+        contents = self._case_tensors(case_id, kinds)
+        attempt = past.attempt
+        if past.files is not None:
+            used = any(key[0] == "record" and key[1] == case_id for key in known)
+            planned = {kind.path: tensors_digest(kind.specs, tensors, self._metadata(kind)) for kind, tensors in contents}
+            if used and planned != past.files:
+                raise DatasetError(
+                    f"case {case_id} would be rebuilt with other text K/V than its trajectories were made with (another device or "
+                    "driver); restore cases/ and the text K/V from the remote, or remove this case's steps, contexts and journal lines"
+                )
+            self.journal.void("case", attempt, case_id=case_id)
+            attempt += 1
+        remove_file(self.root / contents[-1][0].path)
+        files = {kind.path: write_tensors(self.root / kind.path, kind.specs, held, self._metadata(kind)) for kind, held in contents}
         compare_text_kv(self.root, self.config, case_id)
-        used = any(key[0] == "record" and key[1] == case_id for key in known)
-        if line is not None and line.files != files and used:
-            raise DatasetError(
-                f"case {case_id} was rebuilt with other text K/V than its trajectories were made with (another device or driver); "
-                "restore cases/ and the text K/V from the remote, or remove this case's steps, contexts and journal lines"
-            )
-        self._journal_case(case_id, files, line)
+        self._journal_case(case_id, files, attempt)
         progress("case_built", sum(digest.size for digest in files.values()))
 
-    def _write_case(self, case_id: int) -> dict[str, FileDigest]:
+    def _metadata(self, kind: FileKind) -> dict[str, str]:
+        return self.config.metadata(kind.kind, kind.key)
+
+    def _case_tensors(self, case_id: int, kinds: list[FileKind]) -> list[tuple[FileKind, dict[str, Tensor]]]:
+        """Contents of the files in the order of ``kinds``, all from one prefill."""
         sizes, case = self.config.sizes, self.cases[case_id]
         inputs = self.teacher.encode_case(read_image(self.root, case), case.caption)
         text = self.teacher.text_prefill(inputs)
@@ -152,15 +183,11 @@ class Workshop:
         for block in range(sizes.depth):
             tensors[f"block_{block:02d}_k_txt"] = pad_text(text.keys[block], sizes)
             tensors[f"block_{block:02d}_v_txt"] = pad_text(text.values[block], sizes)
-        written: dict[str, FileDigest] = {}
-        whole, part = text_kv_file(self.config, case_id), case_file(self.config, case_id)
-        for kind, source in ((whole, tensors), (part, tensors | {"image_condition_latent": inputs.image_latent.cpu()})):
-            chosen = {spec.name: source[spec.name] for spec in kind.specs}
-            written[kind.path] = write_tensors(self.root / kind.path, kind.specs, chosen, self.config.metadata(kind.kind, kind.key))
-        return written
+        tensors["image_condition_latent"] = inputs.image_latent.cpu()
+        return [(kind, {spec.name: tensors[spec.name] for spec in kind.specs}) for kind in kinds]
 
-    def _journal_case(self, case_id: int, files: Mapping[str, FileDigest], line: JournalLine | None) -> None:
-        self.journal.append("case", files, case_id=case_id, attempt=0 if line is None else line.attempt + 1)
+    def _journal_case(self, case_id: int, files: Mapping[str, FileDigest], attempt: int) -> None:
+        self.journal.append("case", files, case_id=case_id, attempt=attempt)
 
     def build_trajectory(
         self,
@@ -174,7 +201,8 @@ class Workshop:
         """All chunks and the video of one trajectory.
 
         Complete chunks are kept and their final latents taken from disk, so a trajectory resumes in its middle bit for bit.
-        A chunk after a rebuilt one is kept only when its context features follow exactly from the rebuilt latents.
+        A chunk is kept only when it was made from exactly the latents that are there now; after a rebuilt chunk its context
+        features are compared as well.
 
         Args:
             case_id, action_id: which trajectory.
@@ -199,12 +227,12 @@ class Workshop:
                     stopped = True
                     break
                 key = RecordKey(case_id, action_id, chunk)
-                line = known.get(("record", case_id, action_id, chunk))
-                digests = line.files if line is not None and self._deep else None
-                complete = problem_with(self.root, self.config, record_files(self.config, key), digests) is None
-                if complete and (not built or self._follows(key, trajectory, case, latents)):
-                    if line is None:
-                        self._register(key)
+                past = _Past.of(known, "record", case_id, action_id, chunk)
+                wanted = past.files if self._deep else None
+                complete = problem_with(self.root, self.config, record_files(self.config, key), wanted) is None
+                if complete and self._follows(key, trajectory, case, latents, rebuilt=bool(built)):
+                    if past.line is None:
+                        self._register(key, past.attempt)
                         registered.append(chunk)
                     final = self._stored_latents(key)
                     kept.append(chunk)
@@ -215,36 +243,46 @@ class Workshop:
                     result = run_chunk(self.teacher, self.frozen, trajectory, case, latents, chunk, context)
                     final = result.final_latents
                     built.append(chunk)
-                    attempt = 0 if line is None else line.attempt + 1
                     seconds = time.perf_counter() - started
-                    committer.submit(lambda k=key, r=result, a=attempt, s=seconds: self._commit(k, r, a, s, progress))
+                    committer.submit(lambda k=key, r=result, p=past, s=seconds: self._commit(k, r, p, s, progress))
                 frames = trajectory.chunk_frames(chunk)
                 latents[:, :, frames.start : frames.stop] = final
         video = False
         if not stopped:
-            video = self._build_video(case_id, action_id, latents, known, force=bool(built))
+            video = self._build_video(case_id, action_id, latents, _Past.of(known, "video", case_id, action_id))
             progress("video_built" if video else "video_kept", 0)
         return TrajectoryReport(case_id, action_id, tuple(built), tuple(kept), tuple(registered), video, not stopped)
 
-    def _commit(self, key: RecordKey, result: ChunkResult, attempt: int, seconds: float, progress: Progress) -> None:
+    def _commit(self, key: RecordKey, result: ChunkResult, past: _Past, seconds: float, progress: Progress) -> None:
+        attempt = past.attempt
+        if past.line is not None:
+            self.journal.void("record", attempt, case_id=key.case_id, action_id=key.action_id, chunk_id=key.chunk_id)
+            attempt += 1
+        # without its step file a record is incomplete, so files of two attempts are never taken for one record
+        remove_file(self.root / layout.step_path(key))
         files = write_record(self.root, self.config, key, result)
         fields = record_fields(self.root, self.config, key)
         self.journal.append("record", files, **fields, attempt=attempt, seconds=round(seconds, 3))
         progress("chunk_built", sum(digest.size for digest in files.values()))
 
-    def _register(self, key: RecordKey) -> None:
+    def _register(self, key: RecordKey, attempt: int) -> None:
         """Journals a record that was completed just before a crash kept its line from being written."""
         files = {kind.path: hash_file(self.root / kind.path) for kind in record_files(self.config, key)}
-        self.journal.append("record", files, **record_fields(self.root, self.config, key), attempt=0)
+        self.journal.append("record", files, **record_fields(self.root, self.config, key), attempt=attempt)
 
     def _stored_latents(self, key: RecordKey) -> Tensor:
         last = self.config.sizes.steps - 1
         names = [f"step_{last}_noisy_sample", f"step_{last}_velocity"]
         return final_latents(read_tensors(self.root, layout.step_path(key), names), self.config.sizes.steps)
 
-    def _follows(self, key: RecordKey, trajectory: Trajectory, case: CaseTensors, latents: Tensor) -> bool:
-        """Whether a stored chunk is what the present latents of earlier chunks lead to."""
+    def _follows(self, key: RecordKey, trajectory: Trajectory, case: CaseTensors, latents: Tensor, *, rebuilt: bool) -> bool:
+        """Whether a stored chunk is what the present latents of earlier chunks lead to; ``rebuilt`` asks the teacher again."""
         frames = trajectory.chunk_frames(key.chunk_id)
+        header = read_header(self.root, step_file(self.config, key).path)
+        if header.metadata.get("history_sha256") != history_sha256(latents, frames.start):
+            return False
+        if not rebuilt:
+            return True
         start = read_tensors(self.root, step_file(self.config, key).path, ["step_0_noisy_sample"])["step_0_noisy_sample"]
         if not torch.equal(start, latents[:, :, frames.start : frames.stop]):
             return False
@@ -255,26 +293,26 @@ class Workshop:
                 return False
         return True
 
-    def _build_video(self, case_id: int, action_id: int, latents: Tensor, known: Known, *, force: bool) -> bool:
+    def _build_video(self, case_id: int, action_id: int, latents: Tensor, past: _Past) -> bool:
+        """Keeps a video only when its journal line says that it shows exactly these latents."""
         name = layout.video_path(case_id, action_id)
         path = self.root / name
-        line = known.get(("video", case_id, action_id, -1))
-        if not force and path.is_file():
-            recorded = None if line is None else line.files.get(name)
-            try:
-                if recorded is None or self._deep:
-                    check_video(path, name, self.config.sizes)
-                found = hash_file(path)
-                if recorded is None:
-                    self.journal.append("video", {name: found}, case_id=case_id, action_id=action_id, attempt=0)
-                    return False
-                if recorded == found:
-                    return False
-            except DamagedDataError:
-                pass  # rewritten below
+        shown = tensor_sha256(latents)
+        if past.line is not None and past.line.fields.get("latents_sha256") == shown and self._good_video(path, name, past.line):
+            return False
         write_video(path, self.teacher.decode(latents), self.config.sizes)
-        attempt = 0 if line is None else line.attempt + 1
-        self.journal.append("video", {name: hash_file(path)}, case_id=case_id, action_id=action_id, attempt=attempt)
+        fields = {"case_id": case_id, "action_id": action_id, "latents_sha256": shown}
+        self.journal.append("video", {name: hash_file(path)}, **fields, attempt=past.attempt)
+        return True
+
+    def _good_video(self, path: Path, name: str, line: JournalLine) -> bool:
+        if not path.is_file() or hash_file(path) != line.files.get(name):
+            return False
+        if self._deep:
+            try:
+                check_video(path, name, self.config.sizes)
+            except DamagedDataError:
+                return False
         return True
 
 

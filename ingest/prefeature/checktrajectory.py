@@ -21,7 +21,7 @@ from ingest.prefeature.durable import FileDigest
 from ingest.prefeature.findings import Report
 from ingest.prefeature.kvmath import FrozenTeacher, compare, input65, kv_accepted
 from ingest.prefeature.layout import RecordKey
-from ingest.prefeature.rollout import Trajectory
+from ingest.prefeature.rollout import Trajectory, final_latents
 from ingest.prefeature.scan import Loaded, WholeReader, first_nonfinite, first_zero_run
 from ingest.prefeature.schedule import euler_step, tensor_bytes, tensor_sha256, timesteps
 from ingest.prefeature.schema import CONTEXT_SHARED
@@ -74,7 +74,7 @@ def load_and_scan(tools: CheckTools, kind: FileKind, reader: WholeReader, report
             return None
         loaded = reader.load(tools.root, path)
     except DamagedDataError as error:
-        report.add("header", str(error), file=path)
+        report.add_damage("header", error, path)
         return None
     report.bytes_read += loaded.digest.size
     if tools.inventory:
@@ -106,6 +106,8 @@ class TrajectoryCheck:
         self._trajectory = Trajectory.of(tools.config, action_id)
         self._reader = WholeReader()
         self._windows: dict[int, tuple[Tensor, str]] = {}
+        self._finals: list[Tensor] = []
+        self._rebuilt: set[int] = set()
         self.report = Report("full" if tools.full else "quick")
         self.conditions: dict[tuple[int, int], tuple[str, str]] = {}
         """Hash of the frame condition and the file it was seen in, by (step, label)."""
@@ -123,7 +125,7 @@ class TrajectoryCheck:
         try:
             check()
         except (DatasetError, RuntimeError, ValueError) as error:
-            self.report.add(code, str(error), file=file)
+            self.report.add_damage(code, error, file)
 
     def _video(self, name: str) -> None:
         path = self._tools.root / name
@@ -150,6 +152,7 @@ class TrajectoryCheck:
             self._guard("timestep", step_kind.path, lambda: self._timesteps(step, step_kind.path))
             self._guard("noise", step_kind.path, lambda: self._noise(key, step, step_kind.path))
             self._guard("chain", step_kind.path, lambda: self._chain(step, step_kind.path))
+            self._guard("history", step_kind.path, lambda: self._history(key, step, step_kind.path))
             self._guard("velocity", step_kind.path, lambda: self._velocity(step, step_kind.path))
             self._guard("condition", step_kind.path, lambda: self._frame_conditions(step, step_kind.path))
             self._guard("input65", step_kind.path, lambda: self._input65(key, step, step_kind.path))
@@ -203,6 +206,17 @@ class TrajectoryCheck:
             tensors = step.tensors
             expected = euler_step(tensors[f"step_{number}_noisy_sample"], tensors[f"step_{number}_velocity"], number, steps)
             self._equal("chain", path, step, f"step_{number + 1}_noisy_sample", expected)
+
+    def _history(self, key: RecordKey, step: Loaded, path: str) -> None:
+        """Compares with the chunks before; a chunk whose predecessor cannot be read is not judged."""
+        sizes = self._tools.config.sizes
+        if len(self._finals) != key.chunk_id:
+            return
+        before = torch.cat(self._finals, dim=2) if self._finals else torch.empty(1, sizes.latent_channels, 0, *sizes.grid)
+        recorded, found = step.header.metadata.get("history_sha256"), tensor_sha256(before)
+        if recorded != found:
+            self.report.add("history", f"made from latents {recorded}, the chunks before end with {found}", file=path)
+        self._finals.append(final_latents(step.tensors, sizes.steps))
 
     def _velocity(self, step: Loaded, path: str) -> None:
         if self._tools.frozen is None:
@@ -271,9 +285,13 @@ class TrajectoryCheck:
         checks = record.get("kv_check") if record is not None else None
         if checks is not None and not kv_accepted(checks.get(f"{block:02d}", {})):
             self.report.add("kv", f"recorded K/V check misses the thresholds: {checks.get(f'{block:02d}')}", file=path)
-        if self._tools.frozen is not None and context.tensors["img_modulated"].shape[1]:
-            tensors = context.tensors
-            rebuilt = self._tools.frozen.rebuild_kv(block, tensors["img_modulated"], tensors["context_viewmats"], tensors["context_Ks"])
+        tokens = self._tools.config.sizes.frame_tokens
+        if self._tools.frozen is not None and context.tensors["img_modulated"].shape[1] and block not in self._rebuilt:
+            # one frame of each block: a whole trajectory takes minutes of a CPU, and training rebuilds every frame anyway
+            self._rebuilt.add(block)
+            frame = context.tensors["img_modulated"][:, :tokens]
+            cameras = context.tensors["context_viewmats"][:, :1], context.tensors["context_Ks"][:, :1]
+            rebuilt = self._tools.frozen.rebuild_kv(block, frame, *cameras)
             for name, tensor in zip(rebuilt._fields, rebuilt, strict=True):
                 if not bool(torch.isfinite(tensor).all()):
                     self.report.add("kv", f"rebuilt {name} is not finite", file=path, tensor="img_modulated")
@@ -284,7 +302,7 @@ class TrajectoryCheck:
             feature = context.tensors["img_modulated"][:, place * sizes.frame_tokens : (place + 1) * sizes.frame_tokens]
             if frame not in self._windows:
                 self._windows[frame] = (feature.clone(), path)
-            elif not compare(feature, self._windows[frame][0]).accepted:
+            elif not torch.equal(feature, self._windows[frame][0]) and not compare(feature, self._windows[frame][0]).accepted:
                 index = place * sizes.frame_tokens * sizes.hidden
                 message = f"latent frame {frame} differs from {self._windows[frame][1]}"
                 self.report.add("window", message, file=path, tensor="img_modulated", index=index)

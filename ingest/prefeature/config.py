@@ -17,7 +17,7 @@ from ingest.prefeature.schedule import FLOW_SHIFT, sigmas, timesteps
 from ingest.prefeature.sizes import CONTEXT_PREFILL, CONTEXT_TIMESTEP, DATASET_NAME, SCHEMA, Sizes
 from ingest.prefeature.teacher import EXACT_FLAGS, TeacherSpec
 
-CODE_SCHEMA_VERSION = 1
+CODE_SCHEMA_VERSION = 2
 """Raised whenever the code would write other bytes for the same configuration."""
 
 JPEG = {"quality": 95, "subsampling": "4:4:4", "resize": "lanczos_cover_center_crop", "exif_transpose": True}

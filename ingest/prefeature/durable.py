@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,21 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object], *, verify: Call
         temporary.unlink(missing_ok=True)
 
 
+def remove_file(path: Path) -> None:
+    """Removes a file durably; nothing happens when it is not there.
+
+    Raises:
+        StorageError: the file system failed.
+    """
+    try:
+        path.unlink()
+        fsync_folder(path.parent)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _explain(error, path) from error
+
+
 def write_bytes(path: Path, data: bytes) -> FileDigest:
     """Writes small content atomically."""
     write_atomic(path, lambda handle: handle.write(data))
@@ -130,13 +145,7 @@ def write_tensors(path: Path, specs: list[TensorSpec], tensors: Mapping[str, Ten
         DatasetError: a tensor is missing, extra, or of another shape or dtype.
         StorageError: the file system failed.
     """
-    by_name = {spec.name: spec for spec in specs}
-    if set(by_name) != set(tensors):
-        raise DatasetError(f"{path.name}: missing {sorted(set(by_name) - set(tensors))}, unexpected {sorted(set(tensors) - set(by_name))}")
-    for name, tensor in tensors.items():
-        spec = by_name[name]
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.torch_dtype:
-            raise DatasetError(f"{path.name}: {name} is {tensor.dtype}{list(tensor.shape)}, expected {spec.torch_dtype}{list(spec.shape)}")
+    _require_schema(path.name, specs, tensors)
     header = make_header(specs, metadata)
     digest = hashlib.sha256(header)
     total = len(header) + sum(spec.nbytes for spec in specs)
@@ -145,15 +154,40 @@ def write_tensors(path: Path, specs: list[TensorSpec], tensors: Mapping[str, Ten
         handle.write(header)
         # hashing releases the interpreter lock, so it overlaps with writing
         with ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
-            for spec in in_file_order(specs):
-                view = tensor_bytes(tensors[spec.name].cpu())
-                for start in range(0, len(view), _PIECE):
-                    piece = view[start : start + _PIECE]
-                    hasher.submit(digest.update, piece)
-                    handle.write(piece)
+            for piece in _pieces(specs, tensors):
+                hasher.submit(digest.update, piece)
+                handle.write(piece)
 
     write_atomic(path, fill)
     return FileDigest(total, digest.hexdigest())
+
+
+def tensors_digest(specs: list[TensorSpec], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileDigest:
+    """What ``write_tensors`` would return, without writing anything."""
+    header = make_header(specs, metadata)
+    digest = hashlib.sha256(header)
+    for piece in _pieces(specs, tensors):
+        digest.update(piece)
+    return FileDigest(len(header) + sum(spec.nbytes for spec in specs), digest.hexdigest())
+
+
+def _pieces(specs: list[TensorSpec], tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The payload in file order."""
+    for spec in in_file_order(specs):
+        view = tensor_bytes(tensors[spec.name].cpu())
+        for start in range(0, len(view), _PIECE):
+            yield view[start : start + _PIECE]
+
+
+def _require_schema(name: str, specs: list[TensorSpec], tensors: Mapping[str, Tensor]) -> None:
+    by_name = {spec.name: spec for spec in specs}
+    if set(by_name) != set(tensors):
+        raise DatasetError(f"{name}: missing {sorted(set(by_name) - set(tensors))}, unexpected {sorted(set(tensors) - set(by_name))}")
+    for tensor_name, tensor in tensors.items():
+        spec = by_name[tensor_name]
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.torch_dtype:
+            found, wanted = f"{tensor.dtype}{list(tensor.shape)}", f"{spec.torch_dtype}{list(spec.shape)}"
+            raise DatasetError(f"{name}: {tensor_name} is {found}, expected {wanted}")
 
 
 def hash_file(path: Path) -> FileDigest:

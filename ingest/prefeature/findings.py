@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ingest.errors import DamagedDataError
 from ingest.prefeature.jsonio import canonical_json
 
 
@@ -50,6 +51,7 @@ CONDITIONS: Mapping[str, str] = {
     "timestep": "timesteps equal the schedule",
     "noise": "step 0 noise equals the recorded noise",
     "chain": "each noisy sample follows from the previous one bit for bit",
+    "history": "each chunk was made from the final latents of the chunks before it",
     "velocity": "the frozen final layer reproduces the velocity",
     "condition": "frame conditions depend on timestep and action only",
     "window": "block-0 features of a frame agree between windows",
@@ -95,6 +97,11 @@ class Report:
     def add(self, code: str, message: str, *, file: str | None = None, tensor: str | None = None, index: int | None = None) -> None:
         """Records a violation."""
         self.findings.append(Finding(code, file, tensor, index, message))
+
+    def add_damage(self, code: str, error: Exception, file: str) -> None:
+        """Records an error that a check met, with the places that it names."""
+        tensor, element = (error.tensor, error.element) if isinstance(error, DamagedDataError) else (None, None)
+        self.add(code, str(error), file=file, tensor=tensor, index=element)
 
     def extend(self, other: Report) -> None:
         """Takes in a part's findings and counts."""

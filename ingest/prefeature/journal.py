@@ -46,6 +46,11 @@ class JournalLine:
         return int(self.fields.get("attempt", 0))
 
     @property
+    def void(self) -> bool:
+        """Whether the line only says that earlier lines no longer hold, because the work is being redone."""
+        return bool(self.fields.get("void", False))
+
+    @property
     def files(self) -> dict[str, FileDigest]:
         """Digests by path."""
         where = f"{self.file} line {self.number}"
@@ -79,6 +84,11 @@ class JournalSet:
     lines: dict[tuple[str, int, int, int], JournalLine] = field(default_factory=dict[tuple[str, int, int, int], JournalLine])
     warnings: list[str] = field(default_factory=list[str])
     conflicts: list[str] = field(default_factory=list[str])
+
+    def live(self, key: tuple[str, int, int, int]) -> JournalLine | None:
+        """The line that vouches for finished work, or None."""
+        line = self.lines.get(key)
+        return None if line is None or line.void else line
 
     def add(self, line: JournalLine) -> None:
         """Keeps the later attempt; equal attempts must agree."""
@@ -157,6 +167,13 @@ class JournalWriter:
         while data:
             data = data[os.write(self._descriptor, data) :]
         os.fsync(self._descriptor)
+
+    def void(self, kind: str, attempt: int, **ids: int) -> None:
+        """Withdraws earlier lines about a piece of work, before its files are replaced.
+
+        A crash during the replacement then leaves no line that describes bytes which are gone.
+        """
+        self.append(kind, {}, **ids, attempt=attempt, void=True)
 
     def close(self) -> None:
         """Releases the journal."""

@@ -58,7 +58,7 @@ class _Collector:
 
     def tensors(self, label: str, key: tuple[str, int, int, int], kinds: list[FileKind]) -> Mapping[str, Any] | None:
         """The journal line of a piece of work once all of its files check out."""
-        line = self._journals.lines.get(key)
+        line = self._journals.live(key)
         if line is None:
             self.missing.append(f"{label}: no journal line")
             return None
@@ -73,7 +73,7 @@ class _Collector:
 
     def journaled(self, path: str, key: tuple[str, int, int, int]) -> None:
         """A file that is not a tensor file, with its own journal line."""
-        line = self._journals.lines.get(key)
+        line = self._journals.live(key)
         if line is None:
             self.missing.append(f"{path}: no journal line")
         else:

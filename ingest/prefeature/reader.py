@@ -83,7 +83,7 @@ def plan_read(header: Header, names: Iterable[str], path: str) -> ReadPlan:
     wanted: list[TensorEntry] = []
     for name in names:
         if name not in header.entries:
-            raise DamagedDataError(f"{path}: tensor {name!r} is missing; the file holds {sorted(header.entries)}", file=path)
+            raise DamagedDataError(f"{path}: tensor {name!r} is missing; the file holds {sorted(header.entries)}", file=path, tensor=name)
         wanted.append(header.entries[name])
     wanted.sort(key=lambda entry: entry.start)
     runs: list[tuple[int, int, int]] = []
@@ -205,6 +205,8 @@ def read_tensors(
                     f"{path}: {name} is zero at byte {where} of the file (a hole from an interrupted write); rebuild or restore this file",
                     file=path,
                     byte_range=(where, where + _PROBE),
+                    tensor=name,
+                    element=hollow // header.entries[name].spec.torch_dtype.itemsize,
                 )
         if drop_cache:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -83,6 +83,7 @@ class ChunkResult:
         context: tensors of the context file by block.
         input65_sha256: hash of the input that the teacher really received, by step.
         kv_check: rebuilt against direct K/V by block.
+        history_sha256: hash of the latents that the chunk was made from.
         final_latents: bf16 ``[1, C, chunk_frames, H, W]`` after the last step.
     """
 
@@ -90,6 +91,7 @@ class ChunkResult:
     context: Mapping[int, Mapping[str, Tensor]]
     input65_sha256: tuple[str, ...]
     kv_check: Mapping[int, Mapping[str, float]]
+    history_sha256: str
     final_latents: Tensor
 
 
@@ -206,8 +208,19 @@ def run_chunk(
         context_tensors(trajectory, context, chunk),
         tuple(hashes),
         check_kv(frozen, trajectory, context, chunk),
+        history_sha256(latents, frames.start),
         sample,
     )
+
+
+def history_sha256(latents: Tensor, first_frame: int) -> str:
+    """Hash of the final latents before a chunk: equal exactly when the chunk follows from the chunks that are there.
+
+    Args:
+        latents: bf16 ``[1, C, T, H, W]``.
+        first_frame: of the chunk.
+    """
+    return tensor_sha256(latents[:, :, :first_frame])
 
 
 def final_latents(step: Mapping[str, Tensor], steps: int) -> Tensor:

@@ -89,7 +89,8 @@ def check_header(root: Path, config: DatasetConfig, kind: FileKind) -> Header:
     header = read_header(root, kind.path)
     difference = describe_difference(header, kind.specs)
     if difference is not None:
-        raise DamagedDataError(f"{kind.path}: {difference}", file=kind.path)
+        tensor, text = difference
+        raise DamagedDataError(f"{kind.path}: {text}", file=kind.path, tensor=tensor)
     for name, wanted in config.metadata(kind.kind, kind.key).items():
         found = header.metadata.get(name)
         if found != wanted:
@@ -129,7 +130,10 @@ def write_record(root: Path, config: DatasetConfig, key: RecordKey, result: Chun
         metadata = config.metadata(kind.kind, kind.key) | {"kv_check": canonical_json(result.kv_check[block])}
         written[kind.path] = write_tensors(root / kind.path, kind.specs, result.context[block], metadata)
     kind = step_file(config, key)
-    metadata = config.metadata(kind.kind, kind.key) | {"input65_sha256": canonical_json(list(result.input65_sha256))}
+    metadata = config.metadata(kind.kind, kind.key) | {
+        "input65_sha256": canonical_json(list(result.input65_sha256)),
+        "history_sha256": result.history_sha256,
+    }
     written[kind.path] = write_tensors(root / kind.path, kind.specs, result.step, metadata)
     return written
 
@@ -229,7 +233,9 @@ def valid_tokens(mask: Tensor, path: str) -> int:
     flags = mask.reshape(-1)
     count = int(flags.sum())
     if count == 0 or not bool(flags[:count].all()):
-        raise DamagedDataError(f"{path}: text_valid_mask is not a non-empty prefix of True", file=path)
+        at = int(flags.to(torch.uint8).argmin())
+        message = f"{path}: text_valid_mask is not a non-empty prefix of True"
+        raise DamagedDataError(message, file=path, tensor="text_valid_mask", element=at)
     return count
 
 
@@ -259,4 +265,5 @@ def compare_text_kv(root: Path, config: DatasetConfig, case: int) -> None:
     for name in names:
         if not torch.equal(left[name], right[name]):
             at = int((left[name] != right[name]).flatten().nonzero()[0])
-            raise DamagedDataError(f"{part.path}: {name} differs from {whole.path} at element {at}; rebuild the case", file=part.path)
+            message = f"{part.path}: {name} differs from {whole.path} at element {at}; rebuild the case"
+            raise DamagedDataError(message, file=part.path, tensor=name, element=at)

@@ -189,17 +189,18 @@ def read_header(root: Path, path: str) -> Header:
         os.close(descriptor)
 
 
-def describe_difference(header: Header, specs: list[TensorSpec]) -> str | None:
-    """The first difference between a header and a schema as text, or None when they agree."""
+def describe_difference(header: Header, specs: list[TensorSpec]) -> tuple[str, str] | None:
+    """The first difference between a header and a schema as (tensor name, text), or None when they agree."""
     expected = {spec.name: spec for spec in specs}
     missing = sorted(set(expected) - set(header.entries))
     if missing:
-        return f"tensor {missing[0]!r} is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        return missing[0], f"tensor {missing[0]!r} is missing{more}"
     extra = sorted(set(header.entries) - set(expected))
     if extra:
-        return f"tensor {extra[0]!r} is not part of the schema"
+        return extra[0], f"tensor {extra[0]!r} is not part of the schema"
     for name, spec in expected.items():
         found = header.entries[name].spec
         if found != spec:
-            return f"tensor {name!r} is {found.dtype}{list(found.shape)}, expected {spec.dtype}{list(spec.shape)}"
+            return name, f"tensor {name!r} is {found.dtype}{list(found.shape)}, expected {spec.dtype}{list(spec.shape)}"
     return None

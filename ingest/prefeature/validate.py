@@ -42,8 +42,11 @@ class Outcome:
     conditions: Conditions
 
 
+WHOLE_CASE = -1
+"""Stands for an action where a case's own files are meant."""
+
 Mapper = Callable[[list[tuple[int, int]]], Iterable[Outcome]]
-"""Runs ``check_trajectory`` for many ``(case_id, action_id)`` and returns the outcomes in any order."""
+"""Runs ``check_part`` for many ``(case_id, action_id)`` and returns the outcomes in any order."""
 
 
 def open_tools(root: Path, *, full: bool, report: Report | None = None) -> CheckTools:
@@ -86,13 +89,17 @@ def _shared_tools(root: Path, full: bool, stamp: tuple[int, ...]) -> CheckTools:
     return open_tools(root, full=full)
 
 
-def check_trajectory(root: Path, case_id: int, action_id: int, *, full: bool) -> Outcome:
-    """Checks one trajectory; callable in any process that sees the dataset."""
+def check_part(root: Path, case_id: int, action_id: int, *, full: bool) -> Outcome:
+    """Checks one trajectory, or a case's own files for ``WHOLE_CASE``; callable in any process that sees the dataset."""
     stamp = tuple(
         os.stat(root / name).st_mtime_ns if (root / name).exists() else 0
         for name in (layout.CONFIG, layout.MANIFEST, layout.INVENTORY, layout.FROZEN, layout.NOISE)
     )
     tools = _shared_tools(root, full, stamp)
+    if action_id == WHOLE_CASE:
+        report = Report("full" if full else "quick")
+        check_case(tools, read_cases(root, tools.config)[case_id], report)
+        return Outcome(report, {})
     image: Tensor | None = None
     if full:
         try:
@@ -211,29 +218,37 @@ def check_case(tools: CheckTools, case: Case, report: Report) -> None:
         try:
             count = valid_tokens(mask, kind.path)
         except DamagedDataError as error:
-            at = int(mask.flatten().to(torch.uint8).argmin())
-            report.add("mask", str(error), file=kind.path, tensor="text_valid_mask", index=at)
+            report.add_damage("mask", error, kind.path)
             continue
         for name, tensor in loaded.tensors.items():
             if not name.endswith("_txt"):
                 continue
-            padding = tensor[:, :, count:].reshape(-1).view(torch.int16)
-            if bool(padding.any()):
-                at = int(tensor[:, :, count:].reshape(-1).view(torch.int16).nonzero()[0])
-                report.add("mask", "padding is not zero", file=kind.path, tensor=name, index=at)
-            empty = tensor[0, :, :count].abs().amax(dim=-1) == 0
-            if bool(empty.any()):
-                report.add("hole", "a valid token is all zero", file=kind.path, tensor=name, index=int(empty.flatten().nonzero()[0]))
+            _check_text(tensor, count, kind.path, name, report)
     if whole:
         report.checked["text"] += 1
         try:
             compare_text_kv(root, config, case.case_id)
         except DatasetError as error:
-            report.add("text", str(error), file=layout.case_path(case.case_id))
+            report.add_damage("text", error, layout.case_path(case.case_id))
+
+
+def _check_text(tensor: Tensor, count: int, path: str, name: str, report: Report) -> None:
+    """Zero padding after ``count`` tokens and no zero token before; indices are those of the whole tensor ``[1, h, N, d]``."""
+    _, _, tokens, width = tensor.shape
+    bits = tensor[0].view(torch.int16)
+    padding = bits[:, count:] != 0
+    if bool(padding.any()):
+        head, place = divmod(int(padding.flatten().to(torch.uint8).argmax()), (tokens - count) * width)
+        report.add("mask", "padding is not zero", file=path, tensor=name, index=(head * tokens + count) * width + place)
+    # a zero may carry a sign
+    empty = ~(bits[:, :count] & 0x7FFF).any(dim=-1)
+    if bool(empty.any()):
+        head, token = divmod(int(empty.flatten().to(torch.uint8).argmax()), count)
+        report.add("hole", "a valid token is all zero", file=path, tensor=name, index=(head * tokens + token) * width)
 
 
 def _local(root: Path, full: bool) -> Mapper:
-    return lambda pairs: (check_trajectory(root, case, action, full=full) for case, action in pairs)
+    return lambda pairs: (check_part(root, case, action, full=full) for case, action in pairs)
 
 
 def validate(
@@ -244,7 +259,7 @@ def validate(
     Args:
         root: dataset root.
         full: read every byte; False checks files, headers and manifests only.
-        mapper: runs the trajectory checks; this process when None.
+        mapper: runs the checks of cases and trajectories; this process when None.
         teacher: the recorded teacher and how many records to recompute with it.
         mark: write ``logs/validation.json`` and ``.html`` and, after a full validation without findings, ``_SUCCESS.json``.
             An existing success mark is removed when something is wrong.
@@ -263,11 +278,10 @@ def validate(
     check_files(root, config, report)
     check_inventory(tools, report)
     check_manifests(root, config, cases, report)
-    for case in cases:
-        check_case(tools, case, report)
-    pairs = list(layout.trajectories(config.sizes, len(config.actions)))
+    parts = [(case.case_id, WHOLE_CASE) for case in cases]
+    parts += layout.trajectories(config.sizes, len(config.actions))
     merged: Conditions = {}
-    for outcome in (mapper or _local(root, full))(pairs):
+    for outcome in (mapper or _local(root, full))(parts):
         report.extend(outcome.report)
         for place, (digest, file) in outcome.conditions.items():
             seen = merged.setdefault(place, (digest, file))
