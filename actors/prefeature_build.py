@@ -89,6 +89,24 @@ class BuildState:
     pids: dict[int, int] = field(default_factory=dict[int, int])
 
 
+def require_workers(workers: int, num_gpus: float, num_cpus: float) -> None:
+    """Refuses more workers than the cluster can ever hold; they would wait without end.
+
+    Raises:
+        SettingsError: no worker at all.
+        ResourceUnavailableError: the message names the resource, what is needed and what is there.
+    """
+    if workers < 1:
+        raise SettingsError(f"workers must be at least 1, found {workers}")
+    have = ray.cluster_resources()
+    for name, each in (("GPU", num_gpus), ("CPU", num_cpus)):
+        if workers * each > have.get(name, 0.0) + 1e-9:
+            raise ResourceUnavailableError(
+                f"{workers} workers need {workers * each:g} {name}, the cluster has {have.get(name, 0.0):g}; "
+                f"lower --workers or --num-{name.lower()}s"
+            )
+
+
 class _Slot:
     """One worker place: the actor in it, and what it is doing."""
 
@@ -132,15 +150,7 @@ class _Build:
     def start_workers(self) -> None:
         """Starts every worker and waits for the first heartbeat of each."""
         settings = self._settings
-        if settings.workers < 1:
-            raise SettingsError(f"workers must be at least 1, found {settings.workers}")
-        have = ray.cluster_resources()
-        for name, each in (("GPU", settings.num_gpus), ("CPU", settings.num_cpus)):
-            if settings.workers * each > have.get(name, 0.0) + 1e-9:
-                raise ResourceUnavailableError(
-                    f"{settings.workers} workers need {settings.workers * each:g} {name}, the cluster has {have.get(name, 0.0):g}; "
-                    f"lower the workers or their num_{name.lower()}s"
-                )
+        require_workers(settings.workers, settings.num_gpus, settings.num_cpus)
         self._slots = [_Slot(number, self._start(number)) for number in range(settings.workers)]
         self._await_ready(self._slots)
 
@@ -154,7 +164,7 @@ class _Build:
                 f"free resources: {ray.available_resources()}"
             ) from error
         except RayTaskError as error:
-            raise _cause(error) from error
+            raise cause_of(error) from error
         for slot, pid in zip(refs.values(), pids, strict=True):
             slot.alive_at = time.monotonic()
             self.state.pids[slot.number] = pid
@@ -199,7 +209,7 @@ class _Build:
             self._replace(slot, queue, stopping, f"died ({type(error).__name__})")
             return
         except RayTaskError as error:
-            raise _cause(error) from error
+            raise cause_of(error) from error
         slot.ref = slot.work = None
         if isinstance(value, TrajectoryReport):
             self.reports.append(value)
@@ -277,7 +287,7 @@ class _Build:
                 ray.kill(slot.actor)
 
 
-def _cause(error: RayTaskError) -> BaseException:
+def cause_of(error: RayTaskError) -> BaseException:
     """The worker's own exception, so that callers see the same types as in a single process."""
     return error.cause if isinstance(error.cause, BaseException) else error
 

@@ -8,11 +8,15 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from ray.util.actor_pool import ActorPool
+from torch import Tensor
 
-from ingest.prefeature.config import read_config
+from actors.prefeature_build import cause_of, require_workers
+from ingest.prefeature.config import DatasetConfig, read_config
 from ingest.prefeature.holdout import HoldoutItem, build_holdout_item
 from ingest.prefeature.storefiles import load_noise
+from ingest.prefeature.teacher import Teacher
 from ingest.prefeature.teachers import TeacherChoice
 
 
@@ -29,13 +33,16 @@ class HoldoutWorker:
     def __init__(self, train: str, choice: TeacherChoice, threads: int | None) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._config = read_config(Path(train))
-        self._noise = load_noise(Path(train), self._config)
-        self._teacher = choice.make()
+        self._train = Path(train)
+        self._choice = choice
+        self._opened: tuple[DatasetConfig, Teacher, Tensor] | None = None
 
     def build(self, root: str, images: str, item: HoldoutItem, policy: str) -> list[str]:
         """Writes the videos of one pair and returns their paths."""
-        return build_holdout_item(Path(root), Path(images), item, self._config, self._teacher, self._noise, policy)
+        if self._opened is None:  # here, since an error of a constructor would reach callers as a dead actor
+            config = read_config(self._train)
+            self._opened = config, self._choice.make(), load_noise(self._train, config)
+        return build_holdout_item(Path(root), Path(images), item, *self._opened, policy)
 
 
 def run_holdout(
@@ -52,7 +59,13 @@ def run_holdout(
     threads: int | None = None,
     runtime_env: dict[str, Any] | None = None,
 ) -> int:
-    """Builds all missing videos on the connected cluster and returns how many were written."""
+    """Builds all missing videos on the connected cluster and returns how many were written.
+
+    Raises:
+        ResourceUnavailableError: the cluster cannot hold the workers.
+        ReelrayError: whatever a worker raised.
+    """
+    require_workers(workers, num_gpus, num_cpus)
     options = {"num_gpus": num_gpus, "num_cpus": num_cpus, "runtime_env": runtime_env}
     actor: Any = HoldoutWorker
     actors: list[Any] = [actor.options(**options).remote(str(train), choice, threads) for _ in range(workers)]
@@ -60,6 +73,8 @@ def run_holdout(
     try:
         results: Any = ActorPool(actors).map_unordered(lambda worker, item: worker.build.remote(*where, item, policy), list(items))
         return sum(len(written) for written in results)
+    except RayTaskError as error:
+        raise cause_of(error) from error
     finally:
         for worker in actors:
             ray.kill(worker)

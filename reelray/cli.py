@@ -53,7 +53,7 @@ COMMANDS: dict[str, Command] = {
     "prefeature text-kv": Command("prefeature", "PrefeatureTextKv", "build the text K/V of all layers"),
     "prefeature merge": Command("prefeature", "PrefeatureMerge", "merge worker journals into the manifests"),
     "prefeature validate": Command("prefeature", "PrefeatureValidate", "check every condition of a v4 dataset"),
-    "prefeature sync": Command("prefeature", "PrefeatureSync", "copy a v4 dataset to its durable place, or back"),
+    "prefeature sync": Command("prefeature", "PrefeatureSync", "send a v4 dataset to its durable place, by hash"),
     "prefeature ensure": Command("prefeature", "PrefeatureEnsure", "restore what is missing or damaged"),
     "prefeature holdout": Command("prefeature", "PrefeatureHoldout", "build the validation and test set"),
 }

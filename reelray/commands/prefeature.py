@@ -2,101 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from reelray.commands.prefeature_arguments import ClusterArguments, SizeArguments, TeacherArguments, amount, note, show
+
 if TYPE_CHECKING:
-    from actors.prefeature_build import BuildSettings, BuildState
-    from ingest.prefeature.teachers import TeacherChoice
+    from actors.prefeature_build import BuildState
 
 Positional = tyro.conf.Positional
-TeacherName = Literal["reference", "hy_worldplay"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherArguments:
-    """Which frozen model the tensors come from."""
-
-    teacher: TeacherName = "reference"
-    """``reference`` runs anywhere and is for rehearsals; ``hy_worldplay`` is the real one."""
-    teacher_seed: int = 0
-    """Weights of the reference teacher."""
-    checkpoint: str = ""
-    """Action-distilled weights of the real teacher (a .safetensors file)."""
-    checkout: str = ""
-    """Root of your own HY-WorldPlay checkout; its code is not part of reelray."""
-    model_path: str = ""
-    """Folder with the real teacher's VAE, encoders and base transformer."""
-    device: str = ""
-    """Torch device of the transformer; cpu for the reference teacher and cuda for the real one by default."""
-
-    def choice(self, sizes: dict[str, Any]) -> TeacherChoice:
-        """The choice as plain data."""
-        from ingest.prefeature.teachers import TeacherChoice
-
-        device = self.device or ("cpu" if self.teacher == "reference" else "cuda")
-        return TeacherChoice(self.teacher, sizes, self.teacher_seed, self.checkpoint, self.checkout, self.model_path, device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterArguments(TeacherArguments):
-    """How the work is spread."""
-
-    workers: int = 8
-    """Trajectory actors; each loads the teacher once."""
-    num_gpus: float = 1.0
-    """GPUs of each actor; 0 for the reference teacher on CPUs."""
-    num_cpus: float = 1.0
-    """Logical CPUs of each actor."""
-    threads: int | None = None
-    """Torch threads of each actor; 1 makes CPU results equal on every machine."""
-    address: str | None = None
-    """Ray cluster to join; RAY_ADDRESS, else a local one."""
-    stall_timeout_s: float = 1800.0
-    """A worker that finishes no chunk for this long is replaced and its trajectory retried."""
-    runtime_env: Path | None = None
-    """JSON file with the Ray runtime environment of the actors (the real teacher needs its own packages)."""
-
-    def settings(self, deep: bool) -> BuildSettings:
-        """Build settings."""
-        from actors.prefeature_build import BuildSettings
-        from ingest.prefeature.jsonio import read_json
-
-        return BuildSettings(
-            workers=self.workers,
-            num_gpus=self.num_gpus,
-            num_cpus=self.num_cpus,
-            deep=deep,
-            threads=self.threads,
-            stall_timeout_s=self.stall_timeout_s,
-            runtime_env=read_json(self.runtime_env) if self.runtime_env else {},
-        )
-
-    @contextmanager
-    def cluster(self) -> Iterator[None]:
-        """Joins or starts Ray."""
-        from train_integration.cluster import ray_session
-
-        with ray_session(cpus=self.workers * self.num_cpus + 1, address=self.address):
-            yield
-
-
-def _print(value: Any, as_json: bool, text: str) -> None:
-    sys.stdout.write((json.dumps(value, ensure_ascii=False, indent=2, default=str) if as_json else text) + "\n")
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +32,8 @@ class PrefeatureCases(TeacherArguments):
     """Sizes: the real ones, or a rehearsal of seconds."""
     cases: int | None = None
     """Number of pairs, when it differs from the preset's."""
+    sizes: SizeArguments = field(default_factory=SizeArguments)
+    """Other dimensions, for small runs."""
     seed: int = 0
     """Seed of the noise and of the history selection."""
     sample_seed: int = 0
@@ -127,8 +50,7 @@ class PrefeatureCases(TeacherArguments):
         from ingest.prefeature.sizes import DATASET_NAME, preset, resized
         from ingest.prefeature.teacher import EXACT_FLAGS, TeacherSpec
 
-        sizes = preset(self.preset)
-        sizes = sizes if self.cases is None else resized(sizes, cases=self.cases)
+        sizes = resized(preset(self.preset), **self.sizes.changes(), **({} if self.cases is None else {"cases": self.cases}))
         choice = self.choice(sizes.to_json())
         if self.teacher == "reference":
             spec = choice.make().spec
@@ -147,7 +69,7 @@ class PrefeatureCases(TeacherArguments):
             noise_device=self.noise_device or choice.device,
             dataset=self.name or DATASET_NAME,
         )
-        _note(f"{len(made)} cases in {self.root}")
+        note(f"{len(made)} cases in {self.root}")
         return 0
 
 
@@ -156,12 +78,12 @@ def _graceful() -> Iterator[Callable[[], bool]]:
     """SIGTERM and Ctrl-C ask for an end after the present chunks."""
     asked = threading.Event()
 
-    def note(number: int, frame: object) -> None:
+    def ask(number: int, frame: object) -> None:
         del number, frame
-        _note("stopping after the chunks under way; run the command again to go on")
+        note("stopping after the chunks under way; run the command again to go on")
         asked.set()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield asked.is_set
     finally:
@@ -179,8 +101,8 @@ class _Ticker:
         if state.elapsed_s >= self._next:
             self._next = state.elapsed_s + 10.0
             left = "" if state.eta_s is None else f", about {state.eta_s / 60:.0f} min left"
-            done = f"{state.done}/{state.total} trajectories, {state.chunks} chunks, {state.nbytes / 1e9:.2f} GB"
-            _note(f"{done}, {state.restarts} restarts{left}")
+            done = f"{state.done}/{state.total} trajectories, {state.chunks} chunks, {amount(state.nbytes)}"
+            note(f"{done}, {state.restarts} restarts{left}")
 
 
 def _checked_root(root: Path, warn: bool = True) -> dict[str, Any]:
@@ -189,7 +111,7 @@ def _checked_root(root: Path, warn: bool = True) -> dict[str, Any]:
 
     warning = network_warning(root)
     if warn and warning:
-        _note(f"warning: {warning}")
+        note(f"warning: {warning}")
     return read_config(root).sizes.to_json()
 
 
@@ -216,14 +138,14 @@ class PrefeatureBuild(ClusterArguments):
             state, _, finished = run_build(
                 self.root, self.choice(sizes), self.settings(self.deep), should_stop=should_stop, on_progress=_Ticker()
             )
-        _note(f"{state.done}/{state.total} trajectories complete, {state.chunks} chunks built, {state.nbytes / 1e9:.2f} GB written")
+        note(f"{state.done}/{state.total} trajectories complete, {state.chunks} chunks built, {amount(state.nbytes)} written")
         if not finished:
             return 1
         if self.merge:
             report = merge(self.root)
             for warning in report.warnings:
-                _note(f"warning: {warning}")
-            _note(f"{report.records} records merged, {report.train_records} for training")
+                note(f"warning: {warning}")
+            note(f"{report.records} records merged, {report.train_records} for training")
         if self.remote is not None and self.merge:
             _sync(self.root, self.remote, execute=True, read_back=True, threads=8, as_json=False)
         return 0
@@ -252,7 +174,7 @@ class PrefeatureTextKv(ClusterArguments):
         config = read_config(self.root)
         for case in range(config.sizes.cases):
             compare_text_kv(self.root, config, case)
-        _note(f"{config.sizes.cases} cases: the stored blocks equal the all-block files")
+        note(f"{config.sizes.cases} cases: the stored blocks equal the all-block files")
         return 0
 
 
@@ -276,10 +198,10 @@ class PrefeatureMerge:
         from ingest.prefeature.merge import listed, merge
 
         report = merge(self.root, allow_partial=self.allow_partial, verify_hashes=self.verify_hashes)
-        text = f"{report.records} records, {report.train_records} for training, {report.inventory_bytes / 1e9:.2f} GB"
+        text = f"{report.records} records, {report.train_records} for training, {amount(report.inventory_bytes)}"
         if report.partial:
             text += f"; PARTIAL, {len(report.missing)} pieces missing: {listed(list(report.missing))}"
-        _print(asdict(report), self.json, "\n".join([text, *(f"warning: {warning}" for warning in report.warnings)]))
+        show(asdict(report), self.json, "\n".join([text, *(f"warning: {warning}" for warning in report.warnings)]))
         return 1 if report.partial else 0
 
 
@@ -321,7 +243,7 @@ class PrefeatureValidate(TeacherArguments):
             report = validate(self.root, full=not self.quick, teacher=samples)
         if self.html is not None:
             self.html.write_text(report.to_html(), encoding="utf-8")
-        _print(report.to_json(), self.json, report.to_text())
+        show(report.to_json(), self.json, report.to_text())
         return 0 if report.ok else 1
 
 
@@ -333,14 +255,14 @@ def _sync(root: Path, url: str, *, execute: bool, read_back: bool, threads: int,
 
     report = sync(root, Remote(url), execute=execute, read_back=read_back, threads=threads)
     verb = "sent" if execute else "would be sent (dry run; add --execute)"
-    lines = [f"{len(report.uploads)} files, {report.nbytes / 1e9:.3f} GB {verb}"]
+    lines = [f"{len(report.uploads)} files, {amount(report.nbytes)} {verb}"]
     if report.changed:
         lines.append(f"warning: {len(report.changed)} files changed since the merge ({report.changed[0]}, ...); merge and validate again")
     if report.unknown:
         lines.append(f"warning: {len(report.unknown)} remote objects are unknown and were left alone ({report.unknown[0]}, ...)")
     if not report.success:
         lines.append("warning: no success mark for this state; run 'reelray prefeature validate', then sync again")
-    _print(asdict(report), as_json, "\n".join(lines))
+    show(asdict(report), as_json, "\n".join(lines))
     return 0 if report.success or not execute else 1
 
 
@@ -404,9 +326,9 @@ class PrefeatureEnsure:
             threads=self.threads,
         )
         whole = "the whole dataset is here" if report.complete else f"part {self.parts} is complete"
-        restored = f"{len(report.restored)} restored ({report.nbytes / 1e9:.3f} GB)"
+        restored = f"{len(report.restored)} restored ({amount(report.nbytes)})"
         text = f"{report.checked} files checked, {report.hashed} by content, {restored}; {whole}"
-        _print(asdict(report), self.json, text)
+        show(asdict(report), self.json, text)
         return 0
 
 
@@ -457,7 +379,7 @@ class PrefeatureHoldout(ClusterArguments):
         )
         self.root.mkdir(parents=True, exist_ok=True)
         write_split(self.root, items, config, self.policy, self.seed)
-        _note(f"{len(items)} pairs chosen")
+        note(f"{len(items)} pairs chosen")
         if self.videos:
             settings = self.settings(False)
             with self.cluster():
@@ -469,10 +391,10 @@ class PrefeatureHoldout(ClusterArguments):
                     self.choice(config.sizes.to_json()),
                     policy=self.policy,
                     workers=self.workers,
-                    num_gpus=self.num_gpus,
+                    num_gpus=settings.num_gpus,
                     num_cpus=self.num_cpus,
                     threads=self.threads,
                     runtime_env=dict(settings.runtime_env) or None,
                 )
-            _note(f"{made} videos made")
+            note(f"{made} videos made")
         return 0
