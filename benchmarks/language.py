@@ -31,11 +31,11 @@ from ingest.lerobot.source import open_source
 from ingest.plan import EpochPlan, PlanSettings, plan_epoch
 from ingest.storage.local import LocalStore
 from train_integration.decoding import InlineDecoding
+from train_integration.feature_stats import feature_statistics
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamConfig, open_stream
 from train_integration.policy import BehaviourCloning
 from train_integration.stream import SampleStream
-from train_integration.training import feature_statistics
 
 PASSES = 5
 BATCH = 32

@@ -70,7 +70,9 @@ class _Job:
     def __init__(self, spec: SampleSpec) -> None:
         self.spec = spec
         self.source = self
+        self.sources = (self,)
         self.store = None
+        self.location = "made up"
 
 
 def open_stream(description: StreamDescription) -> SampleStream:

@@ -92,6 +92,10 @@ class ReadJob:
         """A reader of the job's units."""
         return UnitReader(self.source, self.index, self.spec, counters)
 
+    def indexed(self, change: Callable[[VideoIndex], VideoIndex]) -> ReadJob:
+        """The same job with its index changed, for example for use on other nodes."""
+        return replace(self, index=change(self.index))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitList:
@@ -353,10 +357,10 @@ def _episode_blocks(job: ReadJob, episodes: NDArray[np.int64], lengths: NDArray[
     arrays = replace(spec, columns=tuple(key for key in spec.columns if key not in LANGUAGE_COLUMNS))
     counters = Counters()
     reader = UnitReader(job.source, job.index, spec, counters)
-    assembler = BatchAssembler(arrays, job.source.store, as_uint8=True)
+    assembler = BatchAssembler(arrays, (job.source.store,), as_uint8=True)
     for episode, length in zip(episodes.tolist(), lengths.tolist(), strict=True):
         unit = reader.read(UnitRequest(0, episode, 0, length))
-        pictures = DecodedUnits(spec, job.source.store.url, counters)
+        pictures = DecodedUnits(spec, (job.source.store.url,), counters)
         frames = np.arange(length, dtype=np.int64)
         batch = assembler.batch(
             PlannedSamples(np.zeros(length, np.int64), frames, np.zeros(length, np.bool_), 0, 0), {0: unit}, pictures.bind({0: unit})

@@ -54,7 +54,7 @@ def publish_stream(description: StreamDescription, manager: ActorHandle | None, 
     """Puts a description where every rank of the cluster finds it. Call it in the driver."""
     if description.config.decode == "pool" and manager is None:
         raise SettingsError("decode='pool' needs a service manager: pass actors.manager.start_manager()")
-    job = replace(description.job, index=node_index(description.job.index, manager))
+    job = description.job.indexed(lambda index: node_index(index, manager))
     description = replace(description, job=job)
     return StreamHandles(ray.put(description), ray.put(job), manager, job.location, **options)
 

@@ -31,6 +31,7 @@ from ingest.plan import Cursor, EpochPlan, plan_epoch
 from train_integration.clamping import log_clamped_workers
 from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
 from train_integration.ledger import OrderRecord, Rows, start_ledger
+from train_integration.mixtures import Mixture
 from train_integration.options import StreamDescription
 from train_integration.producer import Delivery
 from train_integration.recording import joined, order_rows
@@ -62,7 +63,7 @@ class DeliverySummary:
 
 
 def deliver_locally(
-    dataset: Dataset,
+    dataset: Dataset | Mixture,
     description: StreamDescription,
     plan: EpochPlan,
     *,
@@ -125,10 +126,12 @@ def deliver_locally(
             except DamagedDataError as error:
                 if description.config.damage != "skip_episode" or error.episode is None:
                     raise
-                frames = _frames_left(current, rank, error.episode, reached)
-                damage.add(error, dataset=0, episode=error.episode, step=reached, frames=frames)
-                skips.append((0, error.episode, reached))
-                cursor = current.cursor.advance(reached - current.cursor.batches).skip(*skips[-1])
+                cursor = current.cursor.advance(reached - current.cursor.batches)
+                for number in _datasets_of(description, error):
+                    frames = _frames_left(current, rank, number, error.episode, reached)
+                    damage.add(error, dataset=number, episode=error.episode, step=reached, frames=frames)
+                    skips.append((number, error.episode, reached))
+                    cursor = cursor.skip(*skips[-1])
                 current = plan_epoch(plan.units, plan.settings, cursor)
     after = plan.cursor
     for skip in skips:
@@ -138,11 +141,19 @@ def deliver_locally(
     return DeliverySummary(record.columns(), after, dataset.counters.totals(), seconds, first, 1, damage.to_json())
 
 
-def _frames_left(plan: EpochPlan, rank: int, episode: int, step: int) -> int:
+def _datasets_of(description: StreamDescription, error: DamagedDataError) -> list[int]:
+    """Numbers of the datasets that a damaged episode belongs to: a mixture may hold one dataset several times."""
+    sources = description.job.sources
+    found = [number for number, source in enumerate(sources) if len(sources) == 1 or source.store.url == error.dataset]
+    return [number for number in found if error.episode in description.lengths.episodes[number]]
+
+
+def _frames_left(plan: EpochPlan, rank: int, dataset: int, episode: int, step: int) -> int:
     """Frames of an episode that a rank would have delivered from a step on."""
     ranked = plan.rank(rank)
     table = ranked.table(step, ranked.steps)
-    return int(np.count_nonzero((plan.units.episode[table.unit] == episode) & ~table.is_pad))
+    mine = (plan.units.dataset[table.unit] == dataset) & (plan.units.episode[table.unit] == episode)
+    return int(np.count_nonzero(mine & ~table.is_pad))
 
 
 def deliver_through_ray(

@@ -17,13 +17,16 @@ from actors.resources import wait_for_resources
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, plan_epoch
+from train_integration.accounting import FrameAccount
 from train_integration.clamping import log_clamped_workers
 from train_integration.config import EpisodeDataConfig, placeholder, publish_stream
 from train_integration.delivery import typed_cause
+from train_integration.feature_stats import feature_statistics
 from train_integration.ledger import Rows, start_ledger, write_order
+from train_integration.mixtures import Mixture
 from train_integration.options import StreamDescription
 from train_integration.preemption import start_stop_board, stop_on_sigterm
-from train_integration.training import TrainingPlan, feature_statistics, train_worker
+from train_integration.training import TrainingPlan, train_worker
 
 POLICIES = ("bc",)
 """Policy types that the training job knows."""
@@ -78,7 +81,7 @@ class JobResult:
 
 
 def make_plan(
-    dataset: Dataset, *, steps: int, chunk: int, seed: int, save_every: int, learning_rate: float = 1e-3, **more: Any
+    dataset: Dataset | Mixture, *, steps: int, chunk: int, seed: int, save_every: int, learning_rate: float = 1e-3, **more: Any
 ) -> TrainingPlan:
     """A training plan for a dataset: all its delivered cameras, its state, and its actions.
 
@@ -87,9 +90,10 @@ def make_plan(
     """
     spec = dataset.spec
     if "action" not in spec.columns:
-        raise SettingsError(f"{dataset.source.store.url} has no 'action' to learn; its columns are {', '.join(spec.columns)}")
+        raise SettingsError(f"{dataset.location} has no 'action' to learn; its columns are {', '.join(spec.columns)}")
     state = next((key for key in ("observation.state", "observation.environment_state") if key in spec.columns), None)
-    statistics = feature_statistics(dataset, [key for key in ("action", state) if key is not None])
+    keys = [key for key in ("action", state) if key is not None]
+    statistics = dataset.feature_statistics(keys) if isinstance(dataset, Mixture) else feature_statistics(dataset, keys)
     return TrainingPlan(
         cameras=spec.cameras,
         state_key=state,
@@ -160,16 +164,17 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What was committed of one epoch, against what was selected.
+    """What was committed of one epoch, against what the plan holds.
 
     Attributes:
         epoch: epoch number.
         complete: whether the epoch was delivered to its end.
-        selected: selected frames.
+        selected: deliveries that the epoch asks for: the selected frames, unless weights repeat or leave out some.
         delivered: committed rows, padding excluded.
-        missing: selected frames that were not delivered.
-        duplicated: deliveries beyond the first of a frame.
-        in_order: whether every rank's committed rows come in the order of the plan.
+        missing: deliveries that the epoch asks for and that were not made; 0 while it is not complete.
+        duplicated: deliveries of a frame beyond those that the epoch asks for.
+        in_order: whether every rank's committed rows come in the order of the plan; None where the world size changes,
+            because an order file does not say when.
     """
 
     epoch: int
@@ -178,30 +183,37 @@ class Coverage:
     delivered: int
     missing: int
     duplicated: int
-    in_order: bool
+    in_order: bool | None
 
 
-def coverage(description: StreamDescription, rows: Rows, world_size: int) -> list[Coverage]:
-    """Compares committed rows with the plan, epoch by epoch."""
-    selected = int(description.units.frames.sum())
+def coverage(description: StreamDescription, rows: Rows, world_size: int | None) -> list[Coverage]:
+    """Compares committed rows with the plan, epoch by epoch.
+
+    Args:
+        description: what was delivered.
+        rows: order rows of every rank and attempt.
+        world_size: ranks; None for an elastic group.
+    """
     found: list[Coverage] = []
+    account = FrameAccount(description)
+    last = int(rows["epoch"].max(initial=0))
     for epoch in np.unique(rows["epoch"]).tolist():
-        plan = plan_epoch(description.units, description.with_topology(world_size=world_size), epoch=epoch)
         mine = (rows["epoch"] == epoch) & rows["committed"]
         real = mine & ~rows["is_pad"]
-        frames = np.stack([rows["episode_index"][real], rows["frame_index"][real]], axis=1)
-        distinct = len(np.unique(frames, axis=0)) if len(frames) else 0
+        tally = account.tally(rows["dataset"][real], rows["index"][real], epoch)
         reached = int(rows["step"][mine].max()) + 1 if mine.any() else 0
-        complete = reached >= plan.steps
+        plan = None if world_size is None else plan_epoch(description.units, description.with_topology(world_size=world_size), epoch=epoch)
+        # A later epoch begins when all ranks have ended this one.
+        complete = epoch < last or tally.missing == 0 if plan is None else reached >= plan.steps
         found.append(
             Coverage(
                 epoch,
                 complete,
-                selected,
-                len(frames),
-                selected - distinct if complete else 0,
-                len(frames) - distinct,
-                _in_order(plan, rows, mine),
+                tally.delivered + tally.missing - tally.duplicated,
+                tally.delivered,
+                tally.missing if complete else 0,
+                tally.duplicated,
+                None if plan is None else _in_order(plan, rows, mine),
             )
         )
     return found
@@ -215,5 +227,7 @@ def _in_order(plan: EpochPlan, rows: Rows, mine: Any) -> bool:
         table = plan.rank(rank).table(0, int(rows["step"][here].max()) + 1)
         same = len(table.frame) == len(here) and np.array_equal(table.frame, rows["frame_index"][here])
         if not same or not np.array_equal(plan.units.episode[table.unit], rows["episode_index"][here]):
+            return False
+        if not np.array_equal(plan.units.dataset[table.unit], rows["dataset"][here]):
             return False
     return True

@@ -7,59 +7,34 @@ not fit is an error that says which dataset, which feature and what to write.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ingest.datasource import ReadJob
+from ingest.engine.assemble import BatchAssembler, Sample, Transform
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamageReport
-from ingest.engine.dataset import Dataset, open_dataset
+from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset, planned_batches
 from ingest.engine.fetch import UnitReader, UnitRequest
-from ingest.engine.spec import ReadOptions, SampleSpec
+from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.errors import SelectionError, SettingsError
-from ingest.lerobot.info import Feature
 from ingest.lerobot.source import Source
-from ingest.lerobot.windows import Windows
-from ingest.plan import Units
+from ingest.plan import Batch, EpochPlan, Units
 from ingest.storage.base import Store
-from train_integration.options import StreamConfig, StreamDescription, transform_of
+from ingest.video.index import VideoIndex
+from train_integration.feature_stats import Statistics, feature_statistics, merged_statistics, padded, stored_statistics
+from train_integration.mixture_features import Member, common_spec
+from train_integration.mixture_file import is_mixture_file, read_mixture
+from train_integration.options import StreamConfig, StreamDescription, open_stream, transform_of
 from train_integration.worklist import EpisodeLengths
 
-_STATISTICS = ("count", "mean", "std", "min", "max")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One dataset of a mixture, and how its features get the mixture's names.
-
-    Attributes:
-        source: location, or an opened store.
-        rename: own name → name in the mixture.
-        drop: own names that are not delivered.
-        pad: name in the mixture → width of a vector that is filled up with zeros to it; a vector that the dataset lacks
-            altogether becomes zeros.
-        episodes: episodes to read; None reads all.
-        exclude_episodes: episodes to leave out.
-        options: further arguments of `ingest.engine.open_dataset`, for example ``revision``.
-    """
-
-    source: str | Path | Store
-    rename: Mapping[str, str] = field(default_factory=dict[str, str])
-    drop: tuple[str, ...] = ()
-    pad: Mapping[str, int] = field(default_factory=dict[str, int])
-    episodes: tuple[int, ...] | None = None
-    exclude_episodes: tuple[int, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def name(self, key: str) -> str:
-        """The mixture's name of a feature."""
-        return self.rename.get(key, key)
+__all__ = ["Member", "Mixture", "MixtureJob", "MixtureReader", "open_described", "open_mixture"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,34 +94,129 @@ class MixtureJob(ReadJob):
         """A reader of all datasets."""
         return MixtureReader([(job.reader(counters), adapt) for job, adapt in self.members])
 
+    def indexed(self, change: Callable[[VideoIndex], VideoIndex]) -> MixtureJob:
+        """The same job with every dataset's index changed."""
+        members = tuple((job.indexed(change), adapt) for job, adapt in self.members)
+        return replace(self, index=members[0][0].index, members=members)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixture:
-    """Opened datasets with one form of sample.
+    """Opened datasets with one form of sample. Stands where a `Dataset` does in reports and in single-process delivery.
 
     Attributes:
         members: as given.
         datasets: opened, each with its own names.
         spec: the mixture's form of a sample.
+        job: how units are read.
+        as_uint8: whether pictures are uint8 instead of float32 in [0, 1].
+        transform: picture transform.
+        weights: shares of the datasets, ``frames``, or None where all their frames are one selection.
+        counters: running totals of single-process delivery.
     """
 
     members: tuple[Member, ...]
     datasets: tuple[Dataset, ...]
     spec: SampleSpec
+    job: MixtureJob
+    as_uint8: bool
+    transform: Transform | None
+    weights: tuple[float, ...] | Literal["frames"] | None
+    counters: Counters = field(default_factory=Counters)
 
-    def statistics(self, weights: Sequence[float] | None = None) -> dict[str, dict[str, NDArray[np.float64]]]:
-        """Count, mean, std, min and max of every feature for which all datasets have them, as if they were one dataset.
+    @property
+    def location(self) -> str:
+        """All locations."""
+        return self.job.location
+
+    @property
+    def num_episodes(self) -> int:
+        """Selected episodes of all datasets."""
+        return sum(dataset.num_episodes for dataset in self.datasets)
+
+    @property
+    def num_frames(self) -> int:
+        """Selected frames of all datasets, whatever their weights are."""
+        return sum(dataset.num_frames for dataset in self.datasets)
+
+    @property
+    def payload_checked(self) -> bool:
+        """Whether all fetched video bytes are compared with checksums before they are decoded."""
+        return all(dataset.payload_checked for dataset in self.datasets)
+
+    @property
+    def recipe(self) -> None:
+        """Mixtures have no recipe."""
+        return
+
+    @property
+    def language(self) -> None:
+        """Mixtures have no recipe."""
+        return
+
+    def iter_batches(self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None) -> Iterator[tuple[Batch, Sample]]:
+        """Delivers one rank's planned batches in this process; see `Dataset.iter_batches`."""
+        sources = self.job.sources
+        assembler = BatchAssembler(self.spec, [source.store for source in sources], as_uint8=self.as_uint8, transform=self.transform)
+        pictures = DecodedUnits(self.spec, [source.store.url for source in sources], self.counters)
+        return planned_batches(plan, rank, self.job.reader(self.counters), assembler, pictures, self.counters, max_steps=max_steps)
+
+    def statistics(self, weights: Sequence[float] | None = None) -> dict[str, Statistics]:
+        """Count, mean, std, min and max of every feature for which all datasets store them, as if they were one dataset.
 
         Args:
-            weights: shares of the datasets; None counts each by its own ``count``.
+            weights: shares of the datasets; None counts each by its frames.
         """
-        merged: dict[str, dict[str, NDArray[np.float64]]] = {}
-        own = [_statistics_of(member, dataset) for member, dataset in zip(self.members, self.datasets, strict=True)]
+        merged: dict[str, Statistics] = {}
+        own = [stored_statistics(member, dataset) for member, dataset in zip(self.members, self.datasets, strict=True)]
         for key in own[0]:
             parts = [stats[key] for stats in own if key in stats]
             if len(parts) == len(own):
-                merged[key] = _merged(parts, weights)
+                merged[key] = merged_statistics(parts, weights)
         return merged
+
+    def feature_statistics(self, keys: Sequence[str]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Mean and standard deviation of vector features, in the shares in which the datasets are mixed.
+
+        Raises:
+            DatasetError: a feature has no numbers in one of the datasets.
+        """
+        found: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        weights = None if self.weights == "frames" else self.weights
+        for key in keys:
+            parts: list[Statistics] = []
+            for member, dataset in zip(self.members, self.datasets, strict=True):
+                width = member.pad.get(key, 0)
+                own = next((name for name in dataset.spec.columns if member.name(name) == key), None)
+                mean, std = feature_statistics(dataset, [own])[own] if own is not None else (np.zeros(width), np.zeros(width))
+                parts.append({"count": np.array([float(dataset.num_frames)]), "mean": padded(mean, width), "std": padded(std, width)})
+            merged = merged_statistics(parts, weights)
+            found[key] = (merged["mean"], merged["std"])
+        return found
+
+
+def open_described(source: str | Path | Store, config: StreamConfig, **dataset_options: Any) -> tuple[StreamDescription, Dataset | Mixture]:
+    """Describes a stream over a dataset, or over the datasets that a mixture file names.
+
+    Args:
+        source: dataset location, or path of a mixture file (``.yaml``).
+        config: how to deliver; a mixture file adds weights and block.
+        **dataset_options: further arguments of `open_dataset`; those that say where a dataset is belong into the file.
+
+    Raises:
+        SettingsError: the file is no mixture, or options contradict it.
+        DatasetError: a dataset cannot be read as asked.
+    """
+    if not isinstance(source, str | Path) or not is_mixture_file(source):
+        return open_stream(source, config, **dataset_options)
+    given = [name for name in ("revision", "repo_type", "root") if dataset_options.get(name) is not None]
+    if given:
+        raise SettingsError(f"{source} names several datasets: {', '.join(given)} belongs to each of them, in the file")
+    mixed = read_mixture(Path(source))
+    common = {name: value for name, value in dataset_options.items() if name not in {"revision", "repo_type", "root"}}
+    members = [replace(member, options={**common, **member.options}) for member in mixed.members]
+    plan = replace(config.plan, weights=mixed.weights, **({} if mixed.block is None else {"mixture_block": mixed.block}))
+    return open_mixture(members, replace(config, plan=plan))
 
 
 def open_mixture(members: Sequence[Member], config: StreamConfig) -> tuple[StreamDescription, Mixture]:
@@ -173,8 +243,7 @@ def open_mixture(members: Sequence[Member], config: StreamConfig) -> tuple[Strea
     if weights not in (None, "frames") and len(weights) != len(members):
         raise SettingsError(f"{len(weights)} weights for {len(members)} datasets")
     datasets = tuple(_opened(member, config) for member in members)
-    spec = _common_spec(members, datasets, config.read)
-    mixture = Mixture(tuple(members), datasets, spec)
+    spec = common_spec(members, datasets, config.read)
     digest = hashlib.blake2b(digest_size=16)
     for member, dataset in zip(members, datasets, strict=True):
         digest.update(
@@ -188,6 +257,7 @@ def open_mixture(members: Sequence[Member], config: StreamConfig) -> tuple[Strea
         for member, dataset in zip(members, datasets, strict=True)
     )
     job = MixtureJob(datasets[0].source, datasets[0].index, spec, threads=config.fetch_threads, members=jobs)
+    mixture = Mixture(tuple(members), datasets, spec, job, config.return_uint8, config.image_transforms, weights)
     damage = DamageReport([replace(record, dataset=number) for number, dataset in enumerate(datasets) for record in dataset.damage.records])
     return StreamDescription(config, job, _units(datasets, lane_frames), _lengths(datasets), damage), mixture
 
@@ -236,72 +306,6 @@ def _opened(member: Member, config: StreamConfig) -> Dataset:
     return probe
 
 
-def _common_spec(members: Sequence[Member], datasets: Sequence[Dataset], read: ReadOptions) -> SampleSpec:
-    """The form of the mixture's samples.
-
-    Raises:
-        SelectionError: names the first dataset and feature that do not fit, and what to write.
-    """
-    first = datasets[0].spec
-    shared = [_features(member, dataset) for member, dataset in zip(members, datasets, strict=True)]
-    names = list(dict.fromkeys(key for features in shared for key in features))
-    unknown = sorted({*(read.cameras or ()), *(read.columns or ()), *(read.delta_timestamps or {})} - {*names})
-    if unknown:
-        raise SelectionError(f"cameras, columns or delta_timestamps name {', '.join(unknown)}; the mixture has {', '.join(names)}")
-    merged: dict[str, Feature] = {}
-    windows: dict[str, NDArray[np.int64]] = {}
-    for number, (member, dataset, features) in enumerate(zip(members, datasets, shared, strict=True)):
-        where = f"dataset {number} ({dataset.source.store.url})"
-        if dataset.fps != first.fps:
-            raise SelectionError(
-                f"{where} has {dataset.fps:g} frames per second, dataset 0 has {first.fps:g}: windows would differ in time"
-            )
-        missing = [key for key in names if key not in features]
-        if missing:
-            raise SelectionError(
-                f"{where} has no feature {missing[0]!r}, which another dataset delivers: rename one of "
-                f"{', '.join(sorted(features))} to it, pad it if it is a vector, or drop it in the others"
-            )
-        for key in names:
-            merged.setdefault(key, features[key])
-            _refuse_difference(where, key, features[key], merged[key], resized=read.image_size is not None)
-        windows |= {member.name(key): deltas for key, deltas in dataset.spec.windows.deltas.items()}
-    cameras = tuple(key for key in names if merged[key].is_video)
-    images = tuple(key for key in names if merged[key].is_image)
-    columns = tuple(key for key in names if not (merged[key].is_video or merged[key].is_image))
-    return SampleSpec(read, merged, cameras, images, columns, Windows(windows), first.fps)
-
-
-def _features(member: Member, dataset: Dataset) -> dict[str, Feature]:
-    spec = dataset.spec
-    where = dataset.source.store.url
-    found = {member.name(key): replace(spec.features[key], key=member.name(key)) for key in (*spec.cameras, *spec.images, *spec.columns)}
-    for key, width in member.pad.items():
-        own = found.get(key)
-        if own is None:
-            found[key] = Feature(key, "float32", (width,), (), is_depth=False, details={})
-        elif not own.is_numeric or len(own.shape) != 1 or own.shape[0] > width:
-            raise SelectionError(f"{where}: {key} is {own.dtype} of shape {own.shape}, which cannot be padded to a vector of {width}")
-        else:
-            found[key] = replace(own, shape=(width,), names=())
-    return found
-
-
-def _refuse_difference(where: str, key: str, own: Feature, other: Feature, *, resized: bool) -> None:
-    pictures = own.is_video or own.is_image
-    if pictures != (other.is_video or other.is_image) or own.is_video != other.is_video or own.is_depth != other.is_depth:
-        raise SelectionError(f"{where}: {key} is a {own.dtype} feature, in another dataset a {other.dtype} one: rename or drop it")
-    if pictures and not resized and own.picture_shape != other.picture_shape:
-        raise SelectionError(f"{where}: {key} has pictures of {own.picture_shape}, another dataset {other.picture_shape}: set image_size")
-    if not pictures and own.item_dtype != other.item_dtype:
-        raise SelectionError(f"{where}: {key} is {own.dtype}, in another dataset {other.dtype}: rename or drop it")
-    if not pictures and own.shape != other.shape:
-        width = max((*own.shape, *other.shape), default=1)
-        raise SelectionError(
-            f"{where}: {key} has shape {own.shape}, in another dataset {other.shape}: pad={{'{key}': {width}}}, or drop it"
-        )
-
-
 def _units(datasets: Sequence[Dataset], lane_frames: int | None) -> Units:
     parts = [dataset.units(lane_frames=lane_frames) for dataset in datasets]
     numbers = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
@@ -315,36 +319,3 @@ def _lengths(datasets: Sequence[Dataset]) -> EpisodeLengths:
         tuple(dataset.selection[order] for dataset, order in zip(datasets, orders, strict=True)),
         tuple(dataset.lengths[order] for dataset, order in zip(datasets, orders, strict=True)),
     )
-
-
-def _statistics_of(member: Member, dataset: Dataset) -> dict[str, dict[str, NDArray[np.float64]]]:
-    found: dict[str, dict[str, NDArray[np.float64]]] = {}
-    frames = np.array([dataset.num_frames], dtype=np.float64)
-    for key, stored in dataset.source.stats.items():
-        if key in member.drop or not {"mean", "std"} <= stored.keys():
-            continue
-        one = {name: np.asarray(stored[name], dtype=np.float64) for name in _STATISTICS if name in stored}
-        width = member.pad.get(member.name(key))
-        if width is not None:
-            one = {
-                name: np.pad(values.reshape(-1), (0, width - values.size)) if name != "count" else values for name, values in one.items()
-            }
-        found[member.name(key)] = {"count": frames} | one
-    for key, width in member.pad.items():
-        zeros = dict.fromkeys(("mean", "std", "min", "max"), np.zeros(width))
-        found.setdefault(key, {"count": frames, **zeros})
-    return found
-
-
-def _merged(parts: Sequence[Mapping[str, NDArray[np.float64]]], weights: Sequence[float] | None) -> dict[str, NDArray[np.float64]]:
-    counts = np.array([float(part["count"].reshape(-1)[0]) for part in parts])
-    share = counts if weights is None else np.asarray(weights, dtype=np.float64)
-    share = share / share.sum()
-    mean = sum(weight * part["mean"] for weight, part in zip(share, parts, strict=True))
-    # The variance of the whole: what each part varies by, and how far its mean lies from the common one.
-    square = sum(weight * (part["std"] ** 2 + (part["mean"] - mean) ** 2) for weight, part in zip(share, parts, strict=True))
-    merged = {"count": np.array([counts.sum()]), "mean": np.asarray(mean), "std": np.sqrt(square)}
-    for name, smallest in (("min", np.minimum), ("max", np.maximum)):
-        if all(name in part for part in parts):
-            merged[name] = smallest.reduce([part[name] for part in parts])
-    return merged

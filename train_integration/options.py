@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from ingest.datasource import ReadJob
 from ingest.engine.assemble import Transform
@@ -122,6 +123,14 @@ class StreamDescription:
     def with_topology(self, *, world_size: int) -> PlanSettings:
         """The plan's settings for another number of ranks."""
         return replace(self.config.plan, world_size=world_size)
+
+    def global_index(self, dataset: NDArray[Any], episode: NDArray[np.int64], frame: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Index of each frame inside its dataset, int64[N], from dataset numbers, episode indices and episode frame numbers."""
+        found = frame.astype(np.int64)
+        for number, source in enumerate(self.job.sources):
+            here = dataset == number
+            found[here] += source.episodes.dataset_from[source.episodes.rows(episode[here])]
+        return found
 
 
 def open_stream(source: str | Path | Store, config: StreamConfig, **dataset_options: Any) -> tuple[StreamDescription, Dataset]:

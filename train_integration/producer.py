@@ -110,7 +110,7 @@ class Producer:
         self._backend = production.backend(production.counters)
         self._assembler = BatchAssembler(
             production.description.job.spec,
-            production.description.job.source.store,
+            [source.store for source in production.description.job.sources],
             # What runs on the loop's thread gets uint8 pictures, and makes floats of them itself.
             as_uint8=config.return_uint8 or production.loop_transforms,
             transform=None if production.loop_transforms else config.image_transforms,

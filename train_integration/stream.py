@@ -276,11 +276,7 @@ class SampleStream:
         """Global frame index of every sample, also where ``index`` is not among the delivered columns."""
         if isinstance(batch.get("index"), np.ndarray):
             return batch["index"]
-        found = delivery.frame.copy()
-        for number, source in enumerate(self.description.job.sources):
-            here = delivery.dataset == number
-            found[here] += source.episodes.dataset_from[source.episodes.rows(delivery.episode[here])]
-        return found
+        return self.description.global_index(delivery.dataset, delivery.episode, delivery.frame)
 
     def _stretch_now(self) -> Stretch:
         """Where production starts: the present position; with the plan at hand when nothing was handed out yet."""

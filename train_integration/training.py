@@ -15,8 +15,7 @@ import ray.train.torch
 import torch
 from numpy.typing import NDArray
 
-from ingest.engine.dataset import Dataset
-from ingest.errors import DatasetError, SettingsError
+from ingest.errors import SettingsError
 from ingest.language.stage import stage_of
 from train_integration.checkpoints import load_checkpoint, load_pools, save_checkpoint
 from train_integration.collate import to_torch
@@ -25,8 +24,6 @@ from train_integration.policy import BehaviourCloning, LossOf
 from train_integration.preemption import Demand, StopRequest
 from train_integration.recording import order_rows
 from train_integration.stream import SampleStream
-
-_STATISTICS_EPISODES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,35 +57,6 @@ class TrainingPlan:
     digests: bool = False
     step_s: float = 0.0
     other_recipe: bool = False
-
-
-def feature_statistics(dataset: Dataset, keys: list[str]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Mean and standard deviation of vector features: from ``stats.json``, or from the first episodes' rows.
-
-    Raises:
-        DatasetError: a feature has no numbers.
-    """
-    found: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-    missing: list[str] = []
-    for key in keys:
-        stored: Any = dataset.source.stats.get(key, {})
-        if "mean" in stored and "std" in stored:
-            found[key] = (np.asarray(stored["mean"], np.float64).reshape(-1), np.asarray(stored["std"], np.float64).reshape(-1))
-        else:
-            missing.append(key)
-    if missing:
-        values: dict[str, list[NDArray[Any]]] = {key: [] for key in missing}
-        reader = dataset.row_reader()
-        for episode in dataset.selection[:_STATISTICS_EPISODES].tolist():
-            rows = reader.read(episode, missing)
-            for key in missing:
-                if key not in rows.numbers:
-                    raise DatasetError(f"{dataset.source.store.url}: feature {key} has no numbers to train on in episode {episode}")
-                values[key].append(rows.numbers[key].reshape(rows.length, -1))
-        for key, parts in values.items():
-            joined = np.concatenate(parts).astype(np.float64)
-            found[key] = (joined.mean(0), joined.std(0))
-    return found
 
 
 def train_worker(config: dict[str, Any]) -> None:

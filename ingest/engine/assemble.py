@@ -101,7 +101,7 @@ class BatchAssembler:
 
     Args:
         spec: what a sample consists of.
-        store: where pictures that parquet cells name by path are read from.
+        stores: where pictures that parquet cells name by path are read from, by dataset number.
         as_uint8: deliver pictures as uint8 instead of float32 in [0, 1].
         transform: applied to every colour picture.
         buffers: where batch memory comes from; None allocates each batch anew.
@@ -110,14 +110,14 @@ class BatchAssembler:
     def __init__(
         self,
         spec: SampleSpec,
-        store: Store,
+        stores: Sequence[Store],
         *,
         as_uint8: bool,
         transform: Transform | None = None,
         buffers: BufferPool | None = None,
     ) -> None:
         self.spec = spec
-        self._store = store
+        self._stores = tuple(stores)
         self._as_uint8 = as_uint8
         self._transform = transform
         self._buffers = buffers
@@ -211,12 +211,13 @@ class BatchAssembler:
     def _stored_picture(self, key: str, units: Mapping[int, UnitData]) -> PictureOf:
         def picture(number: int, _camera: str, frame: int) -> NDArray[Any]:
             unit = units[number]
+            store = self._stores[unit.dataset]
 
             def fail(message: str) -> RowsError:
-                return RowsError(f"{self._store.url}: episode {unit.episode}, frame {frame}: {message}", episode=unit.episode, camera=key)
+                return RowsError(f"{store.url}: episode {unit.episode}, frame {frame}: {message}", episode=unit.episode, camera=key)
 
             cell = unit.rows.others.column(key)[frame - unit.rows.first].as_py()
-            return decode_cell(cell, self.spec.features[key], self._store, fail)
+            return decode_cell(cell, self.spec.features[key], store, fail)
 
         return picture
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,14 @@ _FINDINGS_LOGGED = 10
 
 _HELD_UNITS = 256
 """Fetched units that the single-process engine keeps, at most."""
+
+
+class ReadsUnits(Protocol):
+    """Whatever reads the units of one dataset, or of several."""
+
+    def read(self, request: UnitRequest) -> UnitData:
+        """Fetches one unit; see `UnitReader.read`."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +123,11 @@ class Dataset:
         """Frames per second."""
         return self.spec.fps
 
+    @property
+    def location(self) -> str:
+        """Where the dataset is, for messages."""
+        return self.source.store.url
+
     def __len__(self) -> int:
         return self.num_frames
 
@@ -149,13 +162,13 @@ class Dataset:
             )
         reader = UnitReader(self.source, self.index, self.spec, self.counters)
         unit = reader.read(UnitRequest(0, episode, frame, frame + 1))
-        pictures = DecodedUnits(self.spec, self.source.store.url, self.counters)
+        pictures = DecodedUnits(self.spec, (self.location,), self.counters)
         sample = self.assembler().sample(unit, frame, pictures.bind({0: unit}), seed=DEFAULT_STREAMING_SEED, epoch=0)
         return sample if self.render is None else render_one(self.render, sample)
 
     def assembler(self, **options: Any) -> BatchAssembler:
         """An assembler for this dataset's samples."""
-        return BatchAssembler(self.spec, self.source.store, as_uint8=self.as_uint8, transform=self.transform, **options)
+        return BatchAssembler(self.spec, (self.source.store,), as_uint8=self.as_uint8, transform=self.transform, **options)
 
     def reader(self) -> UnitReader:
         """A reader for this dataset's units."""
@@ -196,25 +209,55 @@ class Dataset:
         Yields:
             The planned batch and its samples.
         """
-        reader, assembler = self.reader(), self.assembler()
-        held: OrderedDict[int, UnitData] = OrderedDict()
-        pictures = DecodedUnits(self.spec, self.source.store.url, self.counters)
-        ranked = plan.rank(rank)
-        stop = None if max_steps is None else ranked.start_step + max_steps
-        units, settings = plan.units, plan.settings
-        for planned in ranked.batches(stop=stop):
-            for number in dict.fromkeys(planned.unit.tolist()):
-                if number not in held:
-                    held[number] = reader.read(
-                        UnitRequest(int(units.dataset[number]), int(units.episode[number]), int(units.lo[number]), int(units.hi[number]))
-                    )
-                held.move_to_end(number)
-            while len(held) > max(_HELD_UNITS, len(planned)):
-                pictures.drop(held.popitem(last=False)[0])
-            samples = PlannedSamples(planned.unit, planned.frame, planned.is_pad, settings.seed, plan.epoch)
-            batch = assembler.batch(samples, held, pictures.bind(held))
-            self.counters.add("reelray_samples_delivered", int(np.count_nonzero(~planned.is_pad)))
-            yield planned, batch if self.render is None else render_batch(self.render, batch)
+        pictures = DecodedUnits(self.spec, (self.location,), self.counters)
+        return planned_batches(
+            plan, rank, self.reader(), self.assembler(), pictures, self.counters, render=self.render, max_steps=max_steps
+        )
+
+
+def planned_batches(
+    plan: EpochPlan,
+    rank: int,
+    reader: ReadsUnits,
+    assembler: BatchAssembler,
+    pictures: DecodedUnits,
+    counters: Counters,
+    *,
+    render: RenderStage | None = None,
+    max_steps: int | None = None,
+) -> Iterator[tuple[Batch, Sample]]:
+    """Delivers one rank's planned batches, one after another, in this process.
+
+    Args:
+        plan: the epoch's plan.
+        rank: data-parallel rank.
+        reader: reads the plan's units.
+        assembler: makes batches of them.
+        pictures: decodes them.
+        counters: receives totals.
+        render: sample stage.
+        max_steps: deliver at most that many batches.
+
+    Yields:
+        The planned batch and its samples.
+    """
+    held: OrderedDict[int, UnitData] = OrderedDict()
+    ranked = plan.rank(rank)
+    stop = None if max_steps is None else ranked.start_step + max_steps
+    units, settings = plan.units, plan.settings
+    for planned in ranked.batches(stop=stop):
+        for number in dict.fromkeys(planned.unit.tolist()):
+            if number not in held:
+                held[number] = reader.read(
+                    UnitRequest(int(units.dataset[number]), int(units.episode[number]), int(units.lo[number]), int(units.hi[number]))
+                )
+            held.move_to_end(number)
+        while len(held) > max(_HELD_UNITS, len(planned)):
+            pictures.drop(held.popitem(last=False)[0])
+        samples = PlannedSamples(planned.unit, planned.frame, planned.is_pad, settings.seed, plan.epoch)
+        batch = assembler.batch(samples, held, pictures.bind(held))
+        counters.add("reelray_samples_delivered", int(np.count_nonzero(~planned.is_pad)))
+        yield planned, batch if render is None else render_batch(render, batch)
 
 
 def iter_samples(dataset: Dataset, settings: PlanSettings | None = None, *, epoch: int = 0, rank: int = 0) -> Iterator[Sample]:
@@ -237,10 +280,17 @@ def iter_samples(dataset: Dataset, settings: PlanSettings | None = None, *, epoc
 
 
 class DecodedUnits:
-    """Decoded groups of pictures, the least recently used dropped first."""
+    """Decoded groups of pictures, the least recently used dropped first.
 
-    def __init__(self, spec: SampleSpec, where: str, counters: Counters, budget_bytes: int = DECODED_CACHE_BYTES) -> None:
-        self._where = where
+    Args:
+        spec: what samples consist of.
+        where: location of each dataset by its number, for messages.
+        counters: receives totals.
+        budget_bytes: pictures kept, at most.
+    """
+
+    def __init__(self, spec: SampleSpec, where: Sequence[str], counters: Counters, budget_bytes: int = DECODED_CACHE_BYTES) -> None:
+        self._where = tuple(where)
         self._forms = {camera: PictureForm.of(spec, camera) for camera in spec.cameras}
         self._counters = counters
         self._budget = budget_bytes
@@ -287,7 +337,7 @@ class DecodedUnits:
         try:
             decoded = decode_run(track, wanted, form, list(pictures))
         except DamagedDataError as error:
-            raise located(error, self._where, unit.episode, track) from error
+            raise located(error, self._where[unit.dataset], unit.episode, track) from error
         self._counters.add("reelray_pictures_decoded", decoded)
         return pictures
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ingest.storage.base import Store
     from ingest.storage.locations import Location
     from ingest.video.sidecar.build import BuildProgress
+    from train_integration.mixtures import Mixture
 
 Source = Annotated[str, tyro.conf.Positional]
 """Location of a dataset: a directory, OWNER/NAME, hf://…, s3://…, https://…, or another fsspec URL."""
@@ -197,7 +198,7 @@ class RecipeArguments:
         )
 
 
-def language_report(dataset: Dataset) -> dict[str, Any] | None:
+def language_report(dataset: Dataset | Mixture) -> dict[str, Any] | None:
     """What a recipe makes of the selection: coverage, ambiguous frames and the frames that leave; None without one."""
     from ingest.language.coverage import coverage_summary
 

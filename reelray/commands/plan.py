@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ingest.engine.damage import DamageReport
-from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, PlanReport, RankRun, plan_epoch, report_plan
 from reelray.commands.common import (
@@ -27,6 +26,11 @@ from reelray.commands.common import (
     print_table,
 )
 
+if TYPE_CHECKING:
+    from ingest.engine.dataset import Dataset
+    from train_integration.mixtures import Mixture
+    from train_integration.options import StreamDescription
+
 _CONSUMERS_SHOWN = 64
 
 
@@ -35,7 +39,7 @@ class Plan:
     """Shares, order, budgets and mixing of an epoch. Reads metadata and the heads of video files only."""
 
     src: Source
-    """Location of the dataset."""
+    """Location of the dataset, or a mixture file (.yaml) that names several."""
     order_options: Flat[OrderArguments] = field(default_factory=OrderArguments)
     read: Flat[ReadArguments] = field(default_factory=ReadArguments)
     language: Flat[RecipeArguments] = field(default_factory=RecipeArguments)
@@ -64,7 +68,8 @@ class Plan:
         """Plans and reports."""
         from train_integration.delivery import read_cursor, write_cursor
         from train_integration.ledger import write_order
-        from train_integration.options import StreamConfig, open_stream
+        from train_integration.mixtures import open_described
+        from train_integration.options import StreamConfig
         from train_integration.plan_page import runs_table, simulated_runs, write_plan_page
 
         if self.max_steps is not None and self.max_steps < 0:
@@ -79,11 +84,11 @@ class Plan:
             episodes=self.read.selected(self.read.episodes),
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
         )
-        description, dataset = open_stream(self.src, config, **self.read.keywords())
+        description, dataset = open_described(self.src, config, **self.read.keywords())
         cursor = None if self.cursor_in is None else read_cursor(self.cursor_in)
         plan = plan_epoch(description.units, description.with_topology(world_size=order.ranks), cursor, epoch=order.epoch)
         if self.order is not None:
-            write_order(self.order, order_columns(plan, dataset, max_steps=self.max_steps, rank=order.dp_rank))
+            write_order(self.order, order_columns(plan, description, max_steps=self.max_steps, rank=order.dp_rank))
         if self.cursor_out is not None:
             reached = plan.steps if self.max_steps is None else min(plan.steps, plan.cursor.batches + self.max_steps)
             write_cursor(self.cursor_out, plan.cursor_at(reached))
@@ -118,12 +123,14 @@ def _show_runs(runs: list[RankRun]) -> None:
     print_table(rows, ("rank", "steps", "first batch s", "total s", "waiting s", "waiting"))
 
 
-def order_columns(plan: EpochPlan, dataset: Dataset, *, max_steps: int | None = None, rank: int | None = None) -> dict[str, NDArray[Any]]:
+def order_columns(
+    plan: EpochPlan, description: StreamDescription, *, max_steps: int | None = None, rank: int | None = None
+) -> dict[str, NDArray[Any]]:
     """The planned order with the columns of an order file, times and digests left out.
 
     Args:
         plan: the epoch's plan.
-        dataset: what it was planned for.
+        description: what it was planned for.
         max_steps: batches of each rank, at most.
         rank: this rank only; None for all.
     """
@@ -132,14 +139,12 @@ def order_columns(plan: EpochPlan, dataset: Dataset, *, max_steps: int | None = 
     table = plan.order_table(max_steps=max_steps)
     rows = np.arange(len(table)) if rank is None else np.flatnonzero(table.rank == rank)
     columns: dict[str, NDArray[Any]] = {name: getattr(table, name)[rows] for name in ORDER_SCHEMA if hasattr(table, name)}
-    episodes = dataset.source.episodes
-    place = episodes.rows(columns["episode_index"])
-    columns["index"] = episodes.dataset_from[place] + columns["frame_index"]
+    columns["index"] = description.global_index(columns["dataset"], columns["episode_index"], columns["frame_index"])
     columns["committed"] = np.ones(len(rows), dtype=np.bool_)
     return {name: columns[name].astype(dtype) for name, dtype in ORDER_SCHEMA.items() if name in columns}
 
 
-def _report_json(src: str, plan: EpochPlan, report: PlanReport, dataset: Dataset, damage: DamageReport) -> dict[str, Any]:
+def _report_json(src: str, plan: EpochPlan, report: PlanReport, dataset: Dataset | Mixture, damage: DamageReport) -> dict[str, Any]:
     return {
         "dataset": src,
         "selected_episodes": dataset.num_episodes,
@@ -159,7 +164,7 @@ def _report_json(src: str, plan: EpochPlan, report: PlanReport, dataset: Dataset
     }
 
 
-def _show(plan: EpochPlan, report: PlanReport, dataset: Dataset, damage: DamageReport) -> None:
+def _show(plan: EpochPlan, report: PlanReport, dataset: Dataset | Mixture, damage: DamageReport) -> None:
     mixing, settings = report.mixing, plan.settings
     peak = int(report.rank_peak_bytes.max(initial=0))
     computed = bool(np.all(report.peak_bytes >= 0))

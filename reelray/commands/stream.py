@@ -22,7 +22,9 @@ from reelray.commands.common import (
     print_language,
     progress_bar,
 )
-from train_integration.options import StreamConfig, open_stream
+from train_integration.accounting import FrameAccount
+from train_integration.mixtures import open_described
+from train_integration.options import StreamConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Stream:
     """Deliver an epoch through Ray (or in one process) and report what was delivered."""
 
     src: Source
-    """Location of the dataset."""
+    """Location of the dataset, or a mixture file (.yaml) that names several."""
     order_options: Flat[OrderArguments] = field(default_factory=OrderArguments)
     read: Flat[ReadArguments] = field(default_factory=ReadArguments)
     language: Flat[RecipeArguments] = field(default_factory=RecipeArguments)
@@ -84,7 +86,7 @@ class Stream:
             episodes=self.read.selected(self.read.episodes),
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
         )
-        description, dataset = open_stream(self.src, config, **self.read.keywords())
+        description, dataset = open_described(self.src, config, **self.read.keywords())
         cursor = read_cursor(self.cursor_in) if self.cursor_in is not None else None
         settings = description.with_topology(world_size=order.ranks)
         if self.engine == "local" or order.dp_rank is not None:
@@ -116,14 +118,17 @@ class Stream:
             write_cursor(self.cursor_out, summary.cursor)
         committed = summary.rows["committed"] & ~summary.rows["is_pad"]
         delivered = int(np.count_nonzero(committed))
-        distinct = len(np.unique(summary.rows["index"][committed]))
+        rows = {name: summary.rows[name][committed] for name in ("dataset", "index", "epoch")}
+        epoch = int(rows["epoch"][0]) if delivered else order.epoch
+        tally = FrameAccount(description).tally(rows["dataset"], rows["index"], epoch)
         report: dict[str, object] = {
             "dataset": self.src,
             "selected_episodes": dataset.num_episodes,
             "selected_frames": dataset.num_frames,
             "delivered": delivered,
-            "distinct": distinct,
-            "duplicated": delivered - distinct,
+            "distinct": tally.distinct,
+            "repeated": tally.repeated,
+            "duplicated": tally.duplicated,
             "replayed": int(np.count_nonzero(~summary.rows["committed"])),
             "padded": int(np.count_nonzero(summary.rows["is_pad"] & summary.rows["committed"])),
             "ranks": order.ranks,

@@ -147,7 +147,7 @@ class Train:
         """Trains and reports."""
         from train_integration.cluster import ray_session
         from train_integration.job import POLICIES, JobSettings, coverage, make_plan, run_training
-        from train_integration.options import open_stream
+        from train_integration.mixtures import open_described
         from train_integration.preemption import EXIT_STOPPED
 
         if self.policy.type not in POLICIES:
@@ -156,7 +156,7 @@ class Train:
         stage = self._resumed_recipe() if self.resume else self.language.stage()
         self._explain()
         config = replace(self.stream_config(seed, strategy), recipe=stage)
-        description, dataset = open_stream(self.location(), config, **self.dataset_options())
+        description, dataset = open_described(self.location(), config, **self.dataset_options())
         plan = make_plan(
             dataset,
             steps=self.steps,
@@ -191,7 +191,7 @@ class Train:
             result = run_training(description, plan, settings)
         losses = [entry["loss"] for entry in result.log]
         report: dict[str, Any] = {
-            "dataset": dataset.source.store.url,
+            "dataset": dataset.location,
             "frames_selected": dataset.num_frames,
             "steps": int(result.log[-1]["step"]) if result.log else 0,
             "worker_groups": result.attempts,
@@ -200,7 +200,7 @@ class Train:
             "first_batch_s": result.first_batch_s,
             "checkpoint": result.checkpoint,
             "stopped": result.stopped,
-            "epochs": [asdict(one) for one in coverage(description, result.rows, self.world_size)] if self.max_world_size is None else [],
+            "epochs": [asdict(one) for one in coverage(description, result.rows, self.world_size if self.max_world_size is None else None)],
             "skipped": description.damage.to_json(),
             "language": language_report(dataset),
         }

@@ -25,7 +25,7 @@ from ingest.errors import BudgetError, StreamClosedError
 
 def batch_of(dataset: object, unit: UnitData, frames: list[int]) -> dict[str, object]:
     assembler: BatchAssembler = dataset.assembler()  # type: ignore[attr-defined]
-    pictures = DecodedUnits(assembler.spec, "here", Counters())
+    pictures = DecodedUnits(assembler.spec, ("here",), Counters())
     planned = PlannedSamples(np.zeros(len(frames), np.int64), np.array(frames), np.zeros(len(frames), np.bool_), 1, 0)
     return assembler.batch(planned, {0: unit}, pictures.bind({0: unit}))
 
