@@ -11,8 +11,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: $(VENV)/.run
 	$(BIN)/reelray demo --output outputs/demo
 
-demo-prefeature: $(VENV)/.run
-	$(BIN)/python -m train_integration.demo_prefeature
+demo-prefeature: $(VENV)/.run $(MOTO)/.ready
+	$(BIN)/python -m train_integration.demo_prefeature --s3-server $(MOTO)/bin/moto_server
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q
@@ -37,7 +37,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
-	$(PIP) -e '.[viz]'
+	$(PIP) -e '.[s3,viz]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints-dev.txt | $(VENV)/bin/python

@@ -152,11 +152,13 @@ def write_tensors(path: Path, specs: list[TensorSpec], tensors: Mapping[str, Ten
 
     def fill(handle: BinaryIO) -> None:
         handle.write(header)
-        # hashing releases the interpreter lock, so it overlaps with writing
+        # hashing releases the interpreter lock, so it overlaps with writing and with waiting for the disk
         with ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
             for piece in _pieces(specs, tensors):
                 hasher.submit(digest.update, piece)
                 handle.write(piece)
+            handle.flush()
+            os.fsync(handle.fileno())
 
     write_atomic(path, fill)
     return FileDigest(total, digest.hexdigest())
