@@ -38,6 +38,7 @@ from ingest.settings import DEFAULT_STREAMING_SEED
 from ingest.storage.base import Store
 from ingest.storage.locations import parse_location
 from ingest.storage.stores import open_store
+from ingest.storage.transfer import TransferOptions
 from ingest.video.index import VideoIndex
 from ingest.video.sidecar.lookup import SidecarIndex
 
@@ -372,6 +373,7 @@ def open_dataset(
 
     Args:
         source: a location (local directory, ``OWNER/NAME``, a URL; see `ingest.storage.locations`), or an opened store.
+    transfer: TransferOptions | None = None,
         revision: branch, tag or commit of a dataset on the Hub.
         repo_type: ``dataset`` or ``bucket``; None takes it from the spelling.
         root: directory that holds the dataset which ``source`` names.
@@ -395,6 +397,7 @@ def open_dataset(
         DatasetError: the dataset cannot be read as asked; see its subclasses.
         LocationError: the location is none, or contradicts the other arguments.
         StorageError: there is nothing, or it cannot be read.
+        transfer: connections, and a cache of payload on disk, for a remote dataset.
     """
     if options is not None and read_options:
         raise SettingsError(f"give either options or {', '.join(read_options)}, not both")
@@ -405,15 +408,17 @@ def open_dataset(
         location = parse_location(source, repo_type=repo_type, root=root, revision=revision)
         store = open_store(location)
     stage = stage_of(recipe)
-    opened = open_source(store, allow_unknown_version=allow_unknown_version)
+    opened = open_source(transfer.cached(store), allow_unknown_version=allow_unknown_version)
     for warning in opened.warnings:
         _LOG.warning("%s: %s", store.url, warning)
     options = options or ReadOptions(**read_options)
     spec = SampleSpec.resolve(opened.info, options if stage is None else rendering_options(options, opened.info))
+    transfer = transfer or TransferOptions()
+    store = transfer.limited(store)
     if stage is not None:
         check_anchor(spec)
     selection = select_episodes(opened, episodes, exclude_episodes)
-    index = index or open_index(IndexedSource.of(opened, location), indexing or IndexOptions())
+    index = index or open_index(IndexedSource.of(opened, location, store=store), indexing or IndexOptions())
     repairs = len(opened.warnings)
     opened, damaged = check_selection(opened, index, spec, selection)
     for warning in opened.warnings[repairs:]:

@@ -13,10 +13,12 @@ from typing import BinaryIO
 import filelock
 import xxhash
 
+from ingest import settings
 from ingest.errors import SettingsError
 from ingest.storage.atomic import write_atomic
-from ingest.storage.base import ByteRange, ObjectIdentity, Store
+from ingest.storage.base import ByteRange, Store
 from ingest.storage.reader import open_ranges
+from ingest.storage.wrapped import WrappedStore
 
 _MAGIC = b"RRPC0001"
 _HEADER = len(_MAGIC) + 16
@@ -31,10 +33,11 @@ class PayloadCache:
     directory that cannot be written, or that somebody deletes, only costs the saving.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], limit_bytes: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None, limit_bytes: int) -> None:
         """
         Args:
-            directory: of this cache alone; made when missing.
+            directory: of this cache alone; made when missing. None is ``streaming-payload`` in the ``HF_LEROBOT_HOME`` of every
+                process that uses it.
             limit_bytes: most bytes on disk, headers included.
 
         Raises:
@@ -42,13 +45,14 @@ class PayloadCache:
         """
         if limit_bytes <= 0:
             raise SettingsError(f"the payload cache's limit is {limit_bytes} bytes, expected a positive number")
-        self.directory = Path(directory).expanduser()
+        self._given = directory
+        self.directory = settings.lerobot_home() / "streaming-payload" if directory is None else Path(directory).expanduser()
         self.limit_bytes = limit_bytes
         self.hits = self.misses = 0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PayloadCache, (self.directory, self.limit_bytes))
+        return (PayloadCache, (self._given, self.limit_bytes))
 
     def get(self, key: str) -> bytes | None:
         """The bytes stored under ``key``, or None."""
@@ -119,7 +123,7 @@ class PayloadCache:
         return total
 
 
-class CachedStore:
+class CachedStore(WrappedStore):
     """A store whose ranges are kept on disk; a second epoch that fits needs no network. Unstable objects are never kept."""
 
     def __init__(self, store: Store, cache: PayloadCache) -> None:
@@ -128,32 +132,21 @@ class CachedStore:
             store: remote store.
             cache: where ranges are kept; may be shared by stores.
         """
-        self.store, self.cache = store, cache
+        super().__init__(store)
+        self.cache = cache
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (CachedStore, (self.store, self.cache))
 
     def __repr__(self) -> str:
         return f"CachedStore({self.store!r}, {str(self.cache.directory)!r})"
-
-    @property
-    def url(self) -> str:
-        return self.store.url
-
-    def identity(self, path: str) -> ObjectIdentity:
-        return self.store.identity(path)
-
-    def identities(self, paths: Sequence[str]) -> builtins.list[ObjectIdentity]:
-        """One identity per path, in the order asked."""
-        bulk = getattr(self.store, "identities", None)
-        return bulk(paths) if bulk is not None else [self.store.identity(path) for path in paths]
-
-    def size(self, path: str) -> int:
-        return self.store.size(path)
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> builtins.list[bytes]:
         identity = self.store.identity(path)
         if not identity.stable:
             return self.store.read_ranges(path, ranges)
         version = f"{self.store.url}\0{path}\0{identity.size}\0{identity.fingerprint}"
-        found = [self.cache.get(f"{version}\0{start}\0{stop}") if stop > start else b"" for start, stop in ranges]
+        found = [self._kept(version, start, stop) for start, stop in ranges]
         missing = [number for number, data in enumerate(found) if data is None]
         if missing:
             fetched = self.store.read_ranges(path, [ranges[number] for number in missing])
@@ -162,11 +155,11 @@ class CachedStore:
                 self.cache.put(f"{version}\0{ranges[number][0]}\0{ranges[number][1]}", data)
         return [data for data in found if data is not None]
 
-    def read_all(self, path: str) -> bytes:
-        return self.store.read_all(path)
-
-    def list(self, prefix: str = "") -> builtins.list[ObjectIdentity]:
-        return self.store.list(prefix)
+    def _kept(self, version: str, start: int, stop: int) -> bytes | None:
+        if stop <= start:
+            return b""
+        data = self.cache.get(f"{version}\0{start}\0{stop}")
+        return data if data is not None and len(data) == stop - start else None
 
     def open(self, path: str) -> BinaryIO:
         return self.store.open(path) if path.startswith("meta/") else open_ranges(self, path)

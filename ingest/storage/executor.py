@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
 
 from ingest.errors import SettingsError, StreamClosedError
 from ingest.storage.base import ByteRange
@@ -21,6 +22,33 @@ INFLIGHT_BYTES = 256 * 1024 * 1024
 
 SPLIT_BYTES = 8 * 1024 * 1024
 """A range of at least twice this many bytes is read over several connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferLimits:
+    """How one process reads ranges.
+
+    Attributes:
+        connections: concurrent reads.
+        subranges: most parts of one large range that are read at once; None for as many as have ``split_bytes`` each.
+        inflight_bytes: bytes of all reads under way; a single larger read goes alone.
+        split_bytes: least part of a range; one of at least twice this many bytes is read over several connections.
+
+    Raises:
+        SettingsError: a limit that is not positive.
+    """
+
+    connections: int = CONNECTIONS
+    subranges: int | None = None
+    inflight_bytes: int = INFLIGHT_BYTES
+    split_bytes: int = SPLIT_BYTES
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value <= 0:
+                raise SettingsError(f"{field.name} must be positive, found {value}")
+
 
 ReadRange = Callable[[int, int], bytes]
 """Reads exactly bytes ``[start, stop)`` of one object; blocking, thread-safe."""
@@ -60,24 +88,12 @@ class _ByteGate:
 class RangeExecutor:
     """Reads the requests of range plans on a bounded number of threads, first come, first served."""
 
-    def __init__(self, *, connections: int = CONNECTIONS, inflight_bytes: int = INFLIGHT_BYTES, split_bytes: int = SPLIT_BYTES) -> None:
-        """
-        Args:
-            connections: concurrent reads.
-            inflight_bytes: bytes of all reads under way; a single larger read goes alone.
-            split_bytes: part size of large reads.
-
-        Raises:
-            SettingsError: a limit that is not positive.
-        """
-        if min(connections, inflight_bytes, split_bytes) <= 0:
-            raise SettingsError(
-                f"connections, inflight_bytes and split_bytes must be positive, found {connections}, {inflight_bytes}, {split_bytes}"
-            )
-        self.connections, self.inflight_bytes, self.split_bytes = connections, inflight_bytes, split_bytes
-        self._gate = _ByteGate(inflight_bytes)
-        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="reelray-range")
-        self._closed = False
+    def __init__(self, limits: TransferLimits | None = None) -> None:
+        self.limits = limits or TransferLimits()
+        self._gate = _ByteGate(self.limits.inflight_bytes)
+        self._threads = ThreadPoolExecutor(self.limits.connections, thread_name_prefix="reelray-range")
+        self._closed = self._retired = False
+        self._queueing = threading.Lock()
 
     @property
     def peak_bytes(self) -> int:
@@ -86,7 +102,7 @@ class RangeExecutor:
 
     def plan(self, ranges: Sequence[ByteRange]) -> RangePlan:
         """The exact plan of some ranges of one object, large ones split for several connections."""
-        return plan_ranges(ranges, split=self.split_bytes)
+        return plan_ranges(ranges, split=self.limits.split_bytes, parts=self.limits.subranges)
 
     def submit(self, plan: RangePlan, read: ReadRange) -> Future[list[bytes]]:
         """Starts the requests of ``plan`` in order of need; the future holds the wanted ranges, or the first error.
@@ -95,7 +111,7 @@ class RangeExecutor:
         its own pool could wait for ever.
 
         Raises:
-            StreamClosedError: the executor is closed.
+            StreamClosedError: the executor is closed, or was replaced by one with other limits.
         """
         done: Future[list[bytes]] = Future()
         if self._closed:
@@ -107,8 +123,13 @@ class RangeExecutor:
                 done.set_exception(error)
             return done
         try:
-            parts = [self._threads.submit(self._read, read, start, stop) for start, stop in plan.requests]
+            with self._queueing:
+                if self._retired:
+                    raise _ReplacedError("the range executor was replaced by one with other limits")
+                parts = [self._threads.submit(self._read, read, start, stop) for start, stop in plan.requests]
         except RuntimeError as error:
+            if isinstance(error, StreamClosedError):
+                raise
             raise StreamClosedError("the range executor was closed while requests were being queued") from error
         left = [len(parts)]
         lock = threading.Lock()
@@ -141,6 +162,12 @@ class RangeExecutor:
         """
         return self.submit(plan, read).result()
 
+    def retire(self) -> None:
+        """Takes no further plans; those that it has are read to their end, for which this does not wait."""
+        with self._queueing:
+            self._retired = True
+        self._threads.shutdown(wait=False)
+
     def close(self) -> None:
         """Cancels what has not started and waits for what has."""
         self._closed = True
@@ -165,10 +192,14 @@ def _results(parts: Sequence[Future[bytes]]) -> list[bytes]:
     return [part.result() for part in parts]
 
 
+class _ReplacedError(StreamClosedError):
+    """The executor took no more plans when one arrived; its successor does."""
+
+
 _lock = threading.Lock()
 _shared: RangeExecutor | None = None
 _shared_pid = 0
-_limits = (CONNECTIONS, INFLIGHT_BYTES, SPLIT_BYTES)
+_limits = TransferLimits()
 
 
 def shared_executor() -> RangeExecutor:
@@ -176,29 +207,21 @@ def shared_executor() -> RangeExecutor:
     global _shared, _shared_pid
     with _lock:
         if _shared is None or _shared_pid != os.getpid():
-            connections, inflight_bytes, split_bytes = _limits
-            _shared = RangeExecutor(connections=connections, inflight_bytes=inflight_bytes, split_bytes=split_bytes)
-            _shared_pid = os.getpid()
+            _shared, _shared_pid = RangeExecutor(_limits), os.getpid()
         return _shared
 
 
-def configure_executor(
-    *, connections: int = CONNECTIONS, inflight_bytes: int = INFLIGHT_BYTES, split_bytes: int = SPLIT_BYTES
-) -> RangeExecutor:
-    """Sets this process' limits; the executor in use is closed and replaced when they differ from its own.
-
-    Raises:
-        SettingsError: a limit that is not positive.
-    """
-    global _limits
-    wanted = (connections, inflight_bytes, split_bytes)
-    if min(wanted) <= 0:
-        raise SettingsError(f"connections, inflight_bytes and split_bytes must be positive, found {wanted}")
+def configure_executor(limits: TransferLimits | None = None) -> RangeExecutor:
+    """Sets this process' limits, None for the defaults. An executor with other limits is replaced; what it is reading goes on."""
+    global _limits, _shared
+    wanted = limits or TransferLimits()
     with _lock:
-        changed = wanted != _limits
+        replaced = _shared if _shared_pid == os.getpid() and wanted != _limits else None
+        if replaced is not None:
+            _shared = None
         _limits = wanted
-    if changed:
-        close_executor()
+    if replaced is not None:
+        replaced.retire()
     return shared_executor()
 
 
@@ -213,5 +236,9 @@ def close_executor() -> None:
 
 def fetch_ranges(ranges: Sequence[ByteRange], read: ReadRange) -> list[bytes]:
     """The ranges of one object through the process' executor: exact, concurrent, in the order asked."""
-    executor = shared_executor()
-    return executor.read(executor.plan(ranges), read)
+    while True:
+        executor = shared_executor()
+        try:
+            return executor.read(executor.plan(ranges), read)
+        except _ReplacedError:
+            continue

@@ -15,6 +15,7 @@ from ingest.storage.locations import Location, parse_location
 from ingest.storage.paths import check_relative
 from ingest.storage.retry import RETRYABLE_STATUS, RetryPolicy
 from ingest.storage.secrets import quiet_http_logs, redact
+from ingest.storage.wrapped import unwrapped
 
 SIDECAR_BRANCH = "lerobot-sidecars"
 """Branch of a dataset repository that holds its sidecars; the source branches stay untouched."""
@@ -29,6 +30,7 @@ def published_store(store: Store, *, policy: RetryPolicy | None = None) -> Store
     Raises:
         StorageError: the Hub did not answer; a branch that does not exist is None, not an error.
     """
+    store = unwrapped(store)
     if isinstance(store, HubBucketStore):
         return store
     if not isinstance(store, HubDatasetStore):

@@ -56,30 +56,35 @@ class RangePlan:
         return b"".join(memoryview(payloads[request])[start:stop] for request, start, stop in pieces)
 
 
-def plan_ranges(ranges: Sequence[ByteRange], gap: int = 0, maximum: int | None = None, split: int | None = None) -> RangePlan:
+def plan_ranges(
+    ranges: Sequence[ByteRange], gap: int = 0, maximum: int | None = None, split: int | None = None, parts: int | None = None
+) -> RangePlan:
     """Plans the requests for some ranges of one object.
 
     Args:
         ranges: half-open, in order of need; they may touch, overlap and repeat.
         gap: neighbours at most this many bytes apart become one request; 0 fetches no byte that was not asked for.
         maximum: a request made by joining grows to at most this many bytes; a single larger range stays whole unless split.
-        split: a request of at least twice this many bytes is cut into parts of about this size, for several connections.
+        split: a request of at least twice this many bytes is cut into parts of at least this size, for several connections.
+        parts: most parts of one request; None for as many as ``split`` allows.
 
     Raises:
         StorageError: a range that is negative or ends before it starts, or a limit that is not positive.
     """
-    if gap < 0 or (maximum is not None and maximum <= 0) or (split is not None and split <= 0):
-        raise StorageError(f"gap must not be negative and maximum and split must be positive, found {gap}, {maximum}, {split}")
+    if gap < 0 or any(limit is not None and limit <= 0 for limit in (maximum, split, parts)):
+        raise StorageError(
+            f"gap must not be negative and maximum, split and parts must be positive, found {gap}, {maximum}, {split}, {parts}"
+        )
     wanted = tuple((int(start), int(stop)) for start, stop in ranges)
     for start, stop in wanted:
         if not 0 <= start <= stop:
             raise StorageError(f"byte range {start}..{stop} is not 0 <= start <= stop")
-    parts = [part for run in _joined(wanted, gap, maximum) for part in _cut_up(run, split)]
-    first_need = _first_need(wanted, parts)
-    order = sorted(range(len(parts)), key=lambda number: (first_need[number], parts[number]))
+    cut = [part for run in _joined(wanted, gap, maximum) for part in _cut_up(run, split, parts)]
+    first_need = _first_need(wanted, cut)
+    order = sorted(range(len(cut)), key=lambda number: (first_need[number], cut[number]))
     place = {number: at for at, number in enumerate(order)}
-    pieces = tuple(tuple((place[number], start, stop) for number, start, stop in _cover(item, parts)) for item in wanted)
-    return RangePlan(wanted, tuple(parts[number] for number in order), pieces)
+    pieces = tuple(tuple((place[number], start, stop) for number, start, stop in _cover(item, cut)) for item in wanted)
+    return RangePlan(wanted, tuple(cut[number] for number in order), pieces)
 
 
 def _joined(wanted: Sequence[ByteRange], gap: int, maximum: int | None) -> list[ByteRange]:
@@ -97,12 +102,12 @@ def _joined(wanted: Sequence[ByteRange], gap: int, maximum: int | None) -> list[
     return runs
 
 
-def _cut_up(run: ByteRange, split: int | None) -> list[ByteRange]:
+def _cut_up(run: ByteRange, split: int | None, parts: int | None) -> list[ByteRange]:
     start, stop = run
     length = stop - start
     if split is None or length < 2 * split:
         return [run]
-    count = length // split
+    count = length // split if parts is None else min(length // split, parts)
     edges = [start + length * number // count for number in range(count + 1)]
     return list(pairwise(edges))
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -16,6 +17,7 @@ from ingest.errors import SettingsError
 from ingest.lerobot.selection import parse_episodes
 from ingest.plan import PlanSettings
 from ingest.settings import DEFAULT_STREAMING_SEED
+from ingest.storage.transfer import TransferOptions
 from ingest.video.backends import PYAV, PictureDecoder
 
 if TYPE_CHECKING:
@@ -117,6 +119,14 @@ class ReadArguments(PlaceArguments):
     """Longest wait for another process that builds the same sidecar, in seconds."""
     sidecar_workers: int = 8
     """Video files indexed at once when the sidecar must be built."""
+    native_http_connections: int | None = None
+    """Range reads at once in each process, from remote datasets; 16 when unset."""
+    native_http_subranges: int | None = None
+    """Most parts of one large range that are read at once; as many as have 8 MiB each when unset."""
+    payload_cache_gb: float | None = None
+    """GiB of fetched payload kept on each node's disk, so that later epochs need no network; none is kept when unset."""
+    payload_cache_dir: Path | None = None
+    """Where it is kept; streaming-payload in HF_LEROBOT_HOME when unset. Safe to delete at any time."""
 
     def _decoder(self) -> PictureDecoder:
         if self.video_backend == "pyav":
@@ -142,7 +152,16 @@ class ReadArguments(PlaceArguments):
     def keywords(self) -> dict[str, Any]:
         """As keyword arguments of `open_dataset`."""
         place = PlaceArguments.keywords(self)  # slots make the class anew, so super() would not find it
-        return place | {"indexing": index_options(self.use_sidecar, self.sidecar_lock_timeout_s, self.sidecar_workers)}
+        transfer = TransferOptions(
+            connections=self.native_http_connections,
+            subranges=self.native_http_subranges,
+            cache_gb=self.payload_cache_gb,
+            cache_dir=self.payload_cache_dir,
+        )
+        return place | {
+            "indexing": index_options(self.use_sidecar, self.sidecar_lock_timeout_s, self.sidecar_workers),
+            "transfer": transfer,
+        }
 
     def selected(self, text: str | None) -> tuple[int, ...] | None:
         """Episode numbers out of an option's text."""

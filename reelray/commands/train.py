@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ingest.errors import SettingsError
 from ingest.plan import PlanSettings
 from ingest.settings import DEFAULT_STREAMING_SEED, DEFAULT_TRAIN_SEED
+from ingest.storage.transfer import TransferOptions
 from reelray.commands.common import (
     Flat,
     RecipeArguments,
@@ -66,9 +67,9 @@ class DatasetArguments:
     video_decoder_cache_size: int | None = None
     """Accepted; packets go straight into decoders, so none is kept open."""
     streaming_native_http_connections: int | None = None
-    """HTTP connections per process."""
-    streaming_native_http_subranges: int = 1
-    """Concurrent parts of one large range."""
+    """Range reads at once in each process, from remote datasets; 16 when unset."""
+    streaming_native_http_subranges: int | None = None
+    """Most parts of one large range that are read at once; as many as have 8 MiB each when unset."""
     streaming_sidecar_lock_timeout_s: float = 1800.0
     """Seconds to wait for another sidecar build."""
 
@@ -130,6 +131,10 @@ class Train:
     """Decode actors per node; the node's free CPUs when unset."""
     decoded_budget_gb: float | None = None
     """GiB of decoded pictures per rank."""
+    payload_cache_gb: float | None = None
+    """GiB of fetched payload kept on each node's disk, so that later epochs need no network; none is kept when unset."""
+    payload_cache_dir: Path | None = None
+    """Where it is kept; streaming-payload in HF_LEROBOT_HOME when unset. Safe to delete at any time."""
     damage: Literal["error", "skip_episode"] = "error"
     """What to do about damaged episodes."""
     max_failures: int = 8
@@ -220,17 +225,27 @@ class Train:
         return EXIT_STOPPED if result.stopped else 0
 
     def location(self) -> str:
-        """Where the dataset is: its root where one is given, else its repository."""
-        found = self.dataset.root or self.dataset.repo_id
+        """Where the dataset is: its repository, or its root alone."""
+        found = self.dataset.repo_id or self.dataset.root
         if found is None:
             raise SettingsError("give --dataset.repo_id or --dataset.root")
         return found
 
     def dataset_options(self) -> dict[str, Any]:
         """Arguments of `open_dataset` beside the location."""
-        given = {"revision": self.dataset.revision, "repo_type": self.dataset.repo_type if self.dataset.repo_type != "dataset" else None}
+        given = {
+            "revision": self.dataset.revision,
+            "repo_type": self.dataset.repo_type if self.dataset.repo_type != "dataset" else None,
+            "root": self.dataset.root if self.dataset.repo_id is not None else None,
+        }
         indexing = index_options(True, self.dataset.streaming_sidecar_lock_timeout_s, max(1, self.num_workers))
-        return {name: value for name, value in given.items() if value is not None} | {"indexing": indexing}
+        transfer = TransferOptions(
+            connections=self.dataset.streaming_native_http_connections,
+            subranges=self.dataset.streaming_native_http_subranges,
+            cache_gb=self.payload_cache_gb,
+            cache_dir=self.payload_cache_dir,
+        )
+        return {name: value for name, value in given.items() if value is not None} | {"indexing": indexing, "transfer": transfer}
 
     def stream_config(self, seed: int | None, strategy: Strategy) -> Any:
         """As the stream's configuration."""

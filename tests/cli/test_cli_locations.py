@@ -15,7 +15,7 @@ from servers.hub import HubEmulator
 from servers.ranges import RangeServer
 
 from ingest.lerobot.make import MakeOptions, make_dataset
-from ingest.storage.executor import close_executor
+from ingest.storage.executor import close_executor, configure_executor, shared_executor
 from ingest.storage.http import close_connections
 from reelray.cli import main
 
@@ -42,6 +42,8 @@ def hub(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubEmulator]:
         yield emulator
         assert emulator.leaked == []
         huggingface_hub.close_session()
+        configure_executor()
+        close_executor()
 
 
 @pytest.fixture(params=["folder", "web", "hub", "name", "bucket", "memory"])
@@ -128,3 +130,38 @@ def test_publishing_without_permission_says_so_first(hub: HubEmulator, run: Call
     assert "write permission" in line
     assert "complete dataset sidecar" in run("sidecar", "build", "hf://datasets/o/n@main", "--episodes", 1, "--push", status=1)
     assert set(hub.repos["o/n"].branches) == {"main"}
+
+
+@pytest.mark.parametrize("text", ["hf://datasets/o/n@main", "hf://buckets/o/b/a"])
+def test_a_second_epoch_from_the_cache_needs_no_network(
+    hub: HubEmulator, made: Path, run: Callable[..., str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "home"))
+    options = ("--engine", "local", "--strategy", "lanes", "--batch-size", 4, "--order")
+    cached = (*options[:-1], "--payload-cache-gb", 1, "--native-http-connections", 2, "--order")
+    for epoch in (0, 1):
+        run("stream", made, "--epoch", epoch, *options, tmp_path / f"local{epoch}.parquet")
+    run("stream", text, *cached, tmp_path / "0.parquet")
+    assert shared_executor().limits.connections == 2
+    kept = sum(path.stat().st_size for path in (tmp_path / "home" / "streaming-payload").rglob("*") if path.is_file())
+    assert kept > sum(path.stat().st_size for path in made.rglob("*.mp4"))
+    hub.forget()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run("stream", text, "--epoch", 1, *cached, tmp_path / "1.parquet")
+    assert hub.hub.requests + hub.storage.requests == []
+    for epoch in (0, 1):
+        found, wanted = (pq.read_table(tmp_path / f"{name}{epoch}.parquet").drop_columns(["t_ns"]) for name in ("", "local"))
+        assert found.equals(wanted)
+
+
+def test_training_takes_the_same_settings(run: Callable[..., str], made: Path, tmp_path: Path) -> None:
+    options = ("--output_dir", tmp_path / "out", "--steps", 1)
+    for name, value, message in (
+        ("--dataset.streaming_native_http_connections", 0, "native_http_connections must be positive, found 0"),
+        ("--dataset.streaming_native_http_subranges", -1, "native_http_subranges must be positive, found -1"),
+        ("--payload_cache_gb", 0, "payload_cache_gb must be positive, found 0"),
+        ("--payload_cache_dir", tmp_path, "payload_cache_dir has no meaning without payload_cache_gb"),
+    ):
+        assert message in run("train", "--dataset.repo_id", made, name, value, *options, status=1)
+    line = run("train", "--dataset.repo_id=o/b", "--dataset.root=hf://buckets/o/other", "--dataset.repo_type=bucket", *options, status=1)
+    assert "name different buckets" in line

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from ingest.errors import SettingsError, StorageError, StreamClosedError
-from ingest.storage.executor import RangeExecutor, close_executor, configure_executor, fetch_ranges, shared_executor
+from ingest.storage.executor import RangeExecutor, TransferLimits, close_executor, configure_executor, fetch_ranges, shared_executor
 
 DATA = Random(0).randbytes(20_000)
 
@@ -39,7 +39,7 @@ class _Reader:
 
 @pytest.fixture
 def executor() -> Iterator[RangeExecutor]:
-    made = RangeExecutor(connections=3, inflight_bytes=2000, split_bytes=1000)
+    made = RangeExecutor(TransferLimits(connections=3, inflight_bytes=2000, split_bytes=1000))
     yield made
     made.close()
 
@@ -55,7 +55,7 @@ def test_connections_and_bytes_are_bounded(executor: RangeExecutor) -> None:
 
 
 def test_a_large_range_is_split_and_one_that_exceeds_the_limit_goes_alone() -> None:
-    executor = RangeExecutor(connections=4, inflight_bytes=500, split_bytes=1000)
+    executor = RangeExecutor(TransferLimits(connections=4, inflight_bytes=500, split_bytes=1000))
     reader = _Reader(0.001)
     assert executor.read(executor.plan([(0, 10_000)]), reader) == [DATA[:10_000]]
     assert len(reader.order) == 10
@@ -64,7 +64,7 @@ def test_a_large_range_is_split_and_one_that_exceeds_the_limit_goes_alone() -> N
 
 
 def test_requests_start_in_order_of_need() -> None:
-    executor = RangeExecutor(connections=1)
+    executor = RangeExecutor(TransferLimits(connections=1))
     reader = _Reader()
     executor.read(executor.plan([(500, 510), (0, 10), (100, 110)]), reader)
     assert reader.order == [(500, 510), (0, 10), (100, 110)]
@@ -94,7 +94,7 @@ def test_a_read_inside_a_read_cannot_starve_itself(executor: RangeExecutor) -> N
 
 
 def test_closing_ends_waiters_typed() -> None:
-    executor = RangeExecutor(connections=1)
+    executor = RangeExecutor(TransferLimits(connections=1))
     started, gate = threading.Event(), threading.Event()
 
     def read(start: int, stop: int) -> bytes:
@@ -119,12 +119,43 @@ def test_closing_ends_waiters_typed() -> None:
 
 def test_one_executor_per_process_with_limits_that_can_be_set() -> None:
     assert shared_executor() is shared_executor()
-    changed = configure_executor(connections=2, inflight_bytes=100, split_bytes=10)
-    assert (changed.connections, shared_executor() is changed) == (2, True)
-    with pytest.raises(SettingsError):
-        configure_executor(connections=0)
-    with pytest.raises(SettingsError):
-        RangeExecutor(connections=1, split_bytes=0)
+    changed = configure_executor(TransferLimits(connections=2, inflight_bytes=100, split_bytes=10))
+    assert (changed.limits.connections, shared_executor() is changed) == (2, True)
+    assert configure_executor(changed.limits) is changed
+    for name in ("connections", "subranges", "inflight_bytes", "split_bytes"):
+        with pytest.raises(SettingsError, match=f"{name} must be positive, found 0"):
+            TransferLimits(**{name: 0})
+    configure_executor()
+    close_executor()
+
+
+def test_a_large_range_has_at_most_so_many_parts() -> None:
+    for subranges, parts in ((None, 10), (1, 1), (3, 3), (99, 10)):
+        executor = RangeExecutor(TransferLimits(split_bytes=1000, subranges=subranges))
+        reader = _Reader()
+        assert executor.read(executor.plan([(0, 10_000), (10_500, 10_600)]), reader) == [DATA[:10_000], DATA[10_500:10_600]]
+        assert len(reader.order) == parts + 1
+        executor.close()
+
+
+def test_new_limits_lose_no_read_that_is_under_way() -> None:
+    reader, failed = _Reader(0.001), []
+
+    def read(first: int) -> None:
+        try:
+            for at in range(first, 18_000, 400):
+                assert fetch_ranges([(at, at + 300), (at + 350, at + 380)], reader) == [DATA[at : at + 300], DATA[at + 350 : at + 380]]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    changes = 0
+    while any(thread.is_alive() for thread in threads):
+        configure_executor(TransferLimits(connections=1 + changes % 4))
+        changes += 1
+    assert (failed, changes > 10) == ([], True)
     configure_executor()
     close_executor()
 
