@@ -259,7 +259,9 @@ def open_mixture(members: Sequence[Member], config: StreamConfig) -> tuple[Strea
     job = MixtureJob(datasets[0].source, datasets[0].index, spec, threads=config.fetch_threads, members=jobs)
     mixture = Mixture(tuple(members), datasets, spec, job, config.return_uint8, config.image_transforms, weights)
     damage = DamageReport([replace(record, dataset=number) for number, dataset in enumerate(datasets) for record in dataset.damage.records])
-    return StreamDescription(config, job, _units(datasets, lane_frames), _lengths(datasets), damage), mixture
+    parts = [dataset.units(lane_frames=lane_frames) for dataset in datasets]
+    reserved = np.concatenate([np.maximum(part.bytes, dataset.payload_bytes(part)) for part, dataset in zip(parts, datasets, strict=True)])
+    return StreamDescription(config, job, _joined(parts), _lengths(datasets), damage, None, reserved), mixture
 
 
 def _opened(member: Member, config: StreamConfig) -> Dataset:
@@ -306,8 +308,7 @@ def _opened(member: Member, config: StreamConfig) -> Dataset:
     return probe
 
 
-def _units(datasets: Sequence[Dataset], lane_frames: int | None) -> Units:
-    parts = [dataset.units(lane_frames=lane_frames) for dataset in datasets]
+def _joined(parts: Sequence[Units]) -> Units:
     numbers = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("episode", "lo", "hi", "bytes", "cost")}
     return Units(numbers, **columns)

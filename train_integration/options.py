@@ -111,6 +111,8 @@ class StreamDescription:
         lengths: frames of whole episodes.
         damage: episodes dropped before the first frame.
         render: what is done to every sample: the recipe, the injected stage, or both.
+        reserved: int64[U], bytes that each unit may hold in memory, against which the byte budget is kept; None takes the
+            planner's own.
     """
 
     config: StreamConfig
@@ -119,6 +121,12 @@ class StreamDescription:
     lengths: EpisodeLengths
     damage: DamageReport
     render: RenderStage | None = None
+    reserved: NDArray[np.int64] | None = None
+
+    @property
+    def unit_bytes(self) -> NDArray[np.int64]:
+        """Bytes to reserve for each unit, int64[U]."""
+        return self.units.bytes if self.reserved is None else self.reserved
 
     def with_topology(self, *, world_size: int) -> PlanSettings:
         """The plan's settings for another number of ranks."""
@@ -171,7 +179,9 @@ def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription
     order = np.argsort(dataset.selection)
     lengths = EpisodeLengths((dataset.selection[order],), (dataset.lengths[order],))
     job = ReadJob.of(dataset, threads=config.fetch_threads)
-    return StreamDescription(config, job, units, lengths, dataset.damage, dataset.render or config.render)
+    # Files whose times disagree with their pictures can hold more of an episode than LeRobot's measure, which goes by time.
+    reserved = np.maximum(units.bytes, dataset.payload_bytes(units))
+    return StreamDescription(config, job, units, lengths, dataset.damage, dataset.render or config.render, reserved)
 
 
 def transform_of(config: StreamConfig) -> Transform | None:

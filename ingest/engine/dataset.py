@@ -367,13 +367,13 @@ def open_dataset(
     allow_unknown_version: bool = False,
     index: VideoIndex | None = None,
     indexing: IndexOptions | None = None,
+    transfer: TransferOptions | None = None,
     **read_options: Any,
 ) -> Dataset:
     """Opens a LeRobotDataset v3 for reading.
 
     Args:
         source: a location (local directory, ``OWNER/NAME``, a URL; see `ingest.storage.locations`), or an opened store.
-    transfer: TransferOptions | None = None,
         revision: branch, tag or commit of a dataset on the Hub.
         repo_type: ``dataset`` or ``bucket``; None takes it from the spelling.
         root: directory that holds the dataset which ``source`` names.
@@ -391,13 +391,13 @@ def open_dataset(
         allow_unknown_version: also read a missing or future codebase version.
         index: sample tables; None finds or builds the dataset's MP4 sidecar as ``indexing`` says.
         indexing: whether and how a sidecar is found or built.
+        transfer: connections, and a cache of payload on disk, for a remote dataset.
         **read_options: fields of `ReadOptions`.
 
     Raises:
         DatasetError: the dataset cannot be read as asked; see its subclasses.
         LocationError: the location is none, or contradicts the other arguments.
         StorageError: there is nothing, or it cannot be read.
-        transfer: connections, and a cache of payload on disk, for a remote dataset.
     """
     if options is not None and read_options:
         raise SettingsError(f"give either options or {', '.join(read_options)}, not both")
@@ -407,14 +407,14 @@ def open_dataset(
     else:
         location = parse_location(source, repo_type=repo_type, root=root, revision=revision)
         store = open_store(location)
+    transfer = transfer or TransferOptions()
+    store = transfer.limited(store)
     stage = stage_of(recipe)
     opened = open_source(transfer.cached(store), allow_unknown_version=allow_unknown_version)
     for warning in opened.warnings:
         _LOG.warning("%s: %s", store.url, warning)
     options = options or ReadOptions(**read_options)
     spec = SampleSpec.resolve(opened.info, options if stage is None else rendering_options(options, opened.info))
-    transfer = transfer or TransferOptions()
-    store = transfer.limited(store)
     if stage is not None:
         check_anchor(spec)
     selection = select_episodes(opened, episodes, exclude_episodes)

@@ -122,6 +122,15 @@ class SampleSpec:
         above = max((int(delta.max()) for delta in deltas), default=0)
         return max(0, lo + min(0, below)), min(length, hi + max(0, above))
 
+    def reach_many(
+        self, keys: Sequence[str], lo: NDArray[np.int64], hi: NDArray[np.int64], length: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `reach`, for many runs of anchors at once."""
+        deltas = [self.windows.deltas[key] for key in keys if key in self.windows]
+        below = min((int(delta.min()) for delta in deltas), default=0)
+        above = max((int(delta.max()) for delta in deltas), default=0)
+        return np.maximum(0, lo + min(0, below)), np.minimum(length, hi + max(0, above))
+
     def picture_frames(self, camera: str, frames: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Episode frames whose pictures a camera delivers for some anchors: int64[N, T], T = 1 without a window."""
         if camera in self.windows:

@@ -13,6 +13,7 @@ from ingest.lerobot.source import Source
 from ingest.plan import Units, cut_units
 from ingest.video.index import VideoIndex
 from ingest.video.mini import mini_mp4_sizes
+from ingest.video.payload import payload_sizes
 from ingest.video.span_table import episode_spans
 from ingest.video.spans import gop_starts
 
@@ -32,6 +33,25 @@ def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection
             times = spans.from_timestamp[rows[here]], spans.to_timestamp[rows[here]]
             nbytes[here] += mini_mp4_sizes(table, episode_spans(table, *times))
     return Units.from_lengths(lengths, episodes=selection, nbytes=nbytes, cost=cost if spec.cameras else None)
+
+
+def payload_bytes(units: Units, source: Source, index: VideoIndex, spec: SampleSpec) -> NDArray[np.int64]:
+    """Bytes of compressed pictures that reading each unit brings into memory, windows included, int64[U].
+
+    A file whose key pictures need a lead-in is only found out when it is read; it may bring some more.
+    """
+    rows = source.episodes.rows(units.episode)
+    lengths = source.episode_frames()[rows]
+    nbytes = np.zeros(len(units), dtype=np.int64)
+    for camera in spec.cameras:
+        mapped = source.camera_map(camera)
+        first, stop = spec.reach_many((camera,), units.lo, units.hi, lengths)
+        begin = mapped.first_picture[rows]
+        for number in np.unique(mapped.file[rows]):
+            here = np.flatnonzero((mapped.file[rows] == number) & (stop > first))
+            table = index.table(mapped.paths[int(number)])
+            nbytes[here] += payload_sizes(table, begin[here] + first[here], begin[here] + stop[here])
+    return nbytes
 
 
 def keep_runs(units: Units, row: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]) -> Units:

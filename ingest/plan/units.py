@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,10 @@ class Units:
     def take(self, rows: NDArray[Any]) -> Units:
         """The units of the given rows (indices or a mask), renumbered from 0."""
         return Units(**{name: getattr(self, name)[rows] for name in _DTYPES})
+
+    def with_bytes(self, nbytes: NDArray[np.int64]) -> Units:
+        """The same units with other sizes, int64[U]."""
+        return replace(self, bytes=nbytes)
 
     def _refuse_overlaps(self) -> None:
         order = canonical_order(self.dataset, self.episode, self.lo)

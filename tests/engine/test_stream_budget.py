@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import WatchedFeed, delivered, described, indices, no_thread_is_left, opened
 
+from ingest.engine import ReadOptions
 from ingest.engine.counters import Counters
+from ingest.engine.fetch import UnitRequest
 from ingest.errors import BudgetError, StorageError, StreamClosedError
 from ingest.plan import plan_epoch
 from train_integration.credits import ByteLedger, UnitCredits
@@ -140,6 +146,57 @@ def test_streams_keep_within_tight_budgets(small: Path, strategy: str, room: flo
     assert all(credits.ledger.held_bytes == 0 for credits in feed.credits)
 
 
+@pytest.mark.parametrize("window", [None, [-0.4, 0.0, 0.7]])
+@pytest.mark.parametrize("lane_frames", [None, 3, 8])
+def test_what_a_unit_holds_is_what_was_reserved(small: Path, window: list[float] | None, lane_frames: int | None) -> None:
+    read = ReadOptions(delta_timestamps=None if window is None else {"observation.images.cam1": window})
+    description, dataset = described(small, strategy="lanes", batch_size=5, lane_frames=lane_frames, read=read)
+    units, reader = description.units, dataset.reader()
+    for row, reserved in enumerate(description.unit_bytes.tolist()):
+        held = reader.read(UnitRequest(0, int(units.episode[row]), int(units.lo[row]), int(units.hi[row]))).payload_bytes
+        assert held <= reserved
+        if lane_frames is not None and units.frames[row] <= lane_frames:
+            assert held == reserved == units.bytes[row]
+
+
+@pytest.mark.parametrize("room", [1.0, 1.3, 2.5])
+@pytest.mark.parametrize("lane_frames", [1, 4, 9])
+def test_runs_keep_within_tight_budgets(small: Path, room: float, lane_frames: int) -> None:
+    read = ReadOptions(delta_timestamps={"observation.images.cam0": [-0.3, 0.0]})
+    options = {"strategy": "lanes", "batch_size": 5, "lanes": 5, "lane_frames": lane_frames, "read": read}
+    description, _ = described(small, **options)
+    budget = int(int(description.unit_bytes.max()) * room)
+    description, dataset = described(small, budget=budget, **options)
+    plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    with opened(description) as stream:
+        assert indices(stream) == [batch["index"].tolist() for _, batch in dataset.iter_batches(plan)]
+        assert 0 < stream.counters.totals()["reelray_compressed_bytes_peak"] <= budget
+
+
+def test_pictures_that_times_place_elsewhere_count_against_the_budget(small: Path, tmp_path: Path) -> None:
+    """LeRobot's measure goes by time: where times are wrong, it can be less than what an episode's pictures need."""
+    root = tmp_path / "late"
+    shutil.copytree(small, root)
+    for file in sorted((root / "meta/episodes").rglob("*.parquet")):
+        table = pq.read_table(file)
+        for name in [name for name in table.column_names if name.endswith(("from_timestamp", "to_timestamp"))]:
+            column = table[name].to_numpy() * 0.2
+            table = table.set_column(table.column_names.index(name), name, pa.array(column, table[name].type))
+        pq.write_table(table, file)
+    description, dataset = described(root, strategy="sequential", batch_size=4)
+    held = [
+        dataset.reader().read(UnitRequest(0, int(one), 0, int(hi))).payload_bytes
+        for one, hi in zip(description.units.episode, description.units.hi, strict=True)
+    ]
+    assert any(size > known for size, known in zip(held, description.units.bytes.tolist(), strict=True))
+    assert (description.unit_bytes >= held).all()
+    budget = int(description.unit_bytes.max())
+    tight = replace(description, config=replace(description.config, byte_budget_gb=(budget + 0.5) / 2**30))
+    with opened(tight) as stream:
+        assert sorted(delivered(stream)) == list(range(dataset.num_frames))
+        assert stream.counters.totals()["reelray_compressed_bytes_peak"] <= budget
+
+
 @pytest.mark.parametrize("strategy", ["remaining", "round_robin"])
 @pytest.mark.parametrize("pictures", [14, 30, 60])
 def test_pool_orders_hold_their_pool_compressed_within_the_budget(small: Path, strategy: str, pictures: int) -> None:
@@ -157,8 +214,6 @@ def test_pool_orders_hold_their_pool_compressed_within_the_budget(small: Path, s
 
 
 def test_an_oversize_episode_is_refused_before_any_fetch(small: Path) -> None:
-    from dataclasses import replace
-
     description, _ = described(small, strategy="sequential", batch_size=2)
     largest = int(description.units.bytes.max())
     tight = replace(description, config=replace(description.config, byte_budget_gb=(largest - 0.5) / 2**30))
