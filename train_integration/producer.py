@@ -194,6 +194,7 @@ class Producer:
                 stretch.ranked,
                 of.description.job.spec,
                 of.description.lengths,
+                of.description.unit_bytes,
                 start=stretch.start,
                 stop=stretch.stop,
                 worker=of.worker,

@@ -124,7 +124,15 @@ class WorkList:
 
 
 def work_list(
-    plan: EpochPlan, ranked: RankPlan, spec: SampleSpec, lengths: EpisodeLengths, *, start: int, stop: int, worker: int | None = None
+    plan: EpochPlan,
+    ranked: RankPlan,
+    spec: SampleSpec,
+    lengths: EpisodeLengths,
+    unit_bytes: NDArray[np.int64],
+    *,
+    start: int,
+    stop: int,
+    worker: int | None = None,
 ) -> WorkList:
     """Turns a stretch of a rank's plan into work.
 
@@ -135,6 +143,7 @@ def work_list(
         ranked: the rank's plan.
         spec: what samples consist of.
         lengths: frames of whole episodes; windows clamp to them.
+        unit_bytes: int64[U], bytes to reserve for each of the plan's units.
         start: first step.
         stop: end of the steps, exclusive.
         worker: only the batches of this consumer; None for those of all.
@@ -149,7 +158,7 @@ def work_list(
     np.minimum.at(lo, keys, table.frame)
     np.maximum.at(hi, keys, table.frame + 1)
     unit = table.unit[first]
-    dataset, episode, nbytes = plan.units.dataset[unit], plan.units.episode[unit], plan.units.bytes[unit]
+    dataset, episode, nbytes = plan.units.dataset[unit], plan.units.episode[unit], unit_bytes[unit]
     needed = _frames_of(keys, table.frame, np.flatnonzero(samples != hi - lo))
     listed = UnitList(np.arange(len(first), dtype=np.int64), dataset.astype(np.int32), episode, lo, hi, nbytes)
     step = table.step

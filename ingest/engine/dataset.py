@@ -23,7 +23,7 @@ from ingest.engine.recipes import FrameRuns, check_anchor, plan_recipe, renderin
 from ingest.engine.rendering import RenderStage, chain, render_batch, render_one
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
-from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units, keep_runs
+from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units, keep_runs, payload_bytes
 from ingest.errors import DamagedDataError, DatasetError, SelectionError, SettingsError
 from ingest.language.audit import AnnotationFinding
 from ingest.language.coverage import LanguagePlan
@@ -194,10 +194,16 @@ class Dataset:
 
         Frames that a recipe leaves out are in no unit: an episode that loses some becomes one unit for each run that stays.
         """
-        units = episode_units(self.source, self.index, self.spec, self.selection, self.lengths)
-        if self.language is not None:
-            units = keep_runs(units, self._runs.row, self._runs.lo, self._runs.hi)
-        return units if lane_frames is None else cut_into_runs(units, self.source, self.index, self.spec.cameras, lane_frames)
+        whole = episode_units(self.source, self.index, self.spec, self.selection, self.lengths)
+        units = whole if self.language is None else keep_runs(whole, self._runs.row, self._runs.lo, self._runs.hi)
+        if lane_frames is not None:
+            units = cut_into_runs(units, self.source, self.index, self.spec.cameras, lane_frames)
+        # Whole episodes keep LeRobot's measure, which decides the order of pools.
+        return units if units is whole else units.with_bytes(self.payload_bytes(units))
+
+    def payload_bytes(self, units: Units) -> NDArray[np.int64]:
+        """Bytes of compressed pictures that reading each of some units brings into memory, int64[U]."""
+        return payload_bytes(units, self.source, self.index, self.spec)
 
     def iter_batches(self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None) -> Iterator[tuple[Batch, Sample]]:
         """Delivers one rank's planned batches, one after another, in this process.
