@@ -126,7 +126,8 @@ def exchange(method: str, url: str, headers: Mapping[str, str], *, timeout_s: fl
     except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.TooManyRedirects) as error:
         raise StorageError(f"{redact(url)}: {redact(str(error))}") from None
     except (httpx.TransportError, httpx.DecodingError, httpx.StreamError) as error:
-        raise RetryableError(f"{type(error).__name__}: {redact(str(error))}".rstrip(": ")) from None
+        unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        raise RetryableError(f"{type(error).__name__}: {redact(str(error))}".rstrip(": "), unreachable=unreachable) from None
     finally:
         count_request(length, time.monotonic() - started)
 

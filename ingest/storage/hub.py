@@ -6,10 +6,12 @@ import builtins
 import io
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
 from ingest import settings
-from ingest.errors import LocationError, ObjectNotFoundError, ShortReadError
+from ingest.errors import LocationError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage import hub_api, hub_cache
 from ingest.storage.base import ByteRange, ObjectIdentity
 from ingest.storage.bodies import refuse_placeholder
@@ -22,6 +24,8 @@ from ingest.storage.paths import check_relative
 from ingest.storage.reader import open_ranges
 from ingest.storage.retry import RetryPolicy
 
+_UNREACHABLE_ATTEMPTS = 2
+
 
 def pin(location: Location, policy: RetryPolicy | None = None) -> Location:
     """The same dataset at the commit that its revision points at now; one request, none for a commit or offline.
@@ -33,15 +37,29 @@ def pin(location: Location, policy: RetryPolicy | None = None) -> Location:
         return location
     if location.kind != "hub" or location.repo_id is None:
         raise LocationError(f"{location.url} is not a Hub dataset, so there is no commit to pin it to")
+    try:
+        return _pinned(location, location.repo_id, policy or RetryPolicy())
+    except StorageError as error:
+        if not location.bare:
+            raise
+        raise type(error)(
+            f"{error}. {location.repo_id} was taken for a dataset on the Hub, as there is no directory {Path(location.repo_id).absolute()}"
+        ) from None
+
+
+def _pinned(location: Location, repo_id: str, policy: RetryPolicy) -> Location:
     if settings.hub_offline():
         names = [location.revision] if location.revision else [hub_api.CODEBASE_TAG, "main"]
         for name in names:
-            commit = hub_cache.cached_reference(location.repo_id, name)
+            commit = hub_cache.cached_reference(repo_id, name)
             if commit is not None:
                 return location.at(commit)
         hub_api.refuse_offline(f"the commit of {location.url}")
-    name, commit = hub_api.resolve_commit(location.repo_id, location.revision, policy or RetryPolicy())
-    hub_cache.store_reference(location.repo_id, name, commit)
+    if location.bare:
+        # It may be a mistyped path, on a machine that never reaches the Hub: the answer should not take half a minute.
+        policy = replace(policy, unreachable_attempts=_UNREACHABLE_ATTEMPTS)
+    name, commit = hub_api.resolve_commit(repo_id, location.revision, policy)
+    hub_cache.store_reference(repo_id, name, commit)
     return location.at(commit)
 
 

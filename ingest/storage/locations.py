@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import SplitResult, quote, unquote, urlsplit
@@ -45,6 +45,7 @@ class Location:
         repo_id: ``OWNER/NAME`` of a Hub dataset or bucket; what the caller named a local root; else None.
         revision: branch, tag or commit as asked for; None where nothing was asked or nothing can be.
         path: prefix inside the repository, bucket, host or container; empty at its root.
+        bare: whether a Hub dataset was spelled as OWNER/NAME alone, as a relative path might be.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Location:
     repo_id: str | None = None
     revision: str | None = None
     path: str = ""
+    bare: bool = field(default=False, compare=False)
 
     @property
     def is_local(self) -> bool:
@@ -203,7 +205,7 @@ def _parse_bare(spelled: str, repo_type: str | None, *, from_path: bool) -> Loca
         return _bucket(spelled, "")
     # A directory that is there wins over a dataset of the same spelling: the user sees the directory.
     if looks_like_id and not from_path and not Path(spelled).is_dir():
-        return Location("hub", _hub_url(spelled, None, ""), repo_id=spelled)
+        return Location("hub", _hub_url(spelled, None, ""), repo_id=spelled, bare=True)
     # A single slash is the root directory; otherwise trailing slashes mean nothing.
     return Location("local", spelled.rstrip("/") or "/")
 

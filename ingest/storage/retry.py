@@ -31,13 +31,22 @@ class RetryableError(Exception):
         reason: what happened, without a credential.
         retry_after_s: seconds that the server asked to wait, or None.
         final: class of the error once retries are used up.
+        unreachable: whether no connection could be made at all.
     """
 
-    def __init__(self, reason: str, *, retry_after_s: float | None = None, final: type[StorageError] = TransientStorageError) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        retry_after_s: float | None = None,
+        final: type[StorageError] = TransientStorageError,
+        unreachable: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.retry_after_s = retry_after_s
         self.final = final
+        self.unreachable = unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class RetryPolicy:
         deadline_s: seconds from the first try after which no further try starts.
         first_wait_s: upper bound of the first wait; it doubles from try to try.
         longest_wait_s: upper bound of every wait that the server did not ask for.
+        unreachable_attempts: tries in all where no connection can be made; None makes no difference.
         timeout_s: silence after which one try is given up: to connect, between bytes, and beyond what its bytes need at a crawl.
         clock: seconds, monotonic.
         sleep: waits for so many seconds.
@@ -59,6 +69,7 @@ class RetryPolicy:
     deadline_s: float = 900.0
     first_wait_s: float = 0.5
     longest_wait_s: float = 8.0
+    unreachable_attempts: int | None = None
     timeout_s: float = 60.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -89,7 +100,10 @@ class RetryPolicy:
 
         def stop(state: tenacity.RetryCallState) -> bool:
             nonlocal spent
-            spent += 1 if _fault(state).retry_after_s is not None else _ASKED_SHARE
+            fault = _fault(state)
+            if fault.unreachable and self.unreachable_attempts is not None and state.attempt_number >= self.unreachable_attempts:
+                return True
+            spent += 1 if fault.retry_after_s is not None else _ASKED_SHARE
             return spent >= self.attempts * _ASKED_SHARE or self.clock() - started + state.upcoming_sleep > self.deadline_s
 
         retrying = tenacity.Retrying(retry=tenacity.retry_if_exception_type(RetryableError), wait=wait, stop=stop, sleep=self.sleep)

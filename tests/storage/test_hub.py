@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,15 @@ from servers.hub import HubEmulator
 from servers.ranges import Fault, Reply, Request
 
 from ingest import settings
-from ingest.errors import AccessDeniedError, LocationError, ObjectChangedError, ObjectNotFoundError, ShortReadError, StorageError
+from ingest.errors import (
+    AccessDeniedError,
+    LocationError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+    TransientStorageError,
+)
 from ingest.storage.base import Store
 from ingest.storage.hub import HubBucketStore, HubDatasetStore, pin
 from ingest.storage.locations import parse_location
@@ -441,3 +450,23 @@ def _fail_at(hub: HubEmulator, plan: dict[int, str]) -> list[str]:
 
     hub.set_fault(rule)
     return seen
+
+
+def test_a_mistyped_path_is_no_long_wait(fast: RetryPolicy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    # Nobody listens there any more. Every way of asking says where it looked for a directory.
+    with pytest.raises(TransientStorageError, match=rf"after 2 tries .* no directory {tmp_path}/data/pusth$"):
+        open_store("data/pusth", policy=fast)
+    with pytest.raises(TransientStorageError, match=rf"after {fast.attempts} tries") as caught:
+        open_store("hf://datasets/data/pusth", policy=fast)
+    assert "directory" not in str(caught.value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(StorageError, match=rf"HF_HUB_OFFLINE .* no directory {tmp_path}/data/pusth$"):
+        open_store("data/pusth", policy=fast)
+
+
+def test_a_mistyped_path_that_the_hub_does_not_know_either(hub: HubEmulator, fast: RetryPolicy) -> None:
+    with pytest.raises((AccessDeniedError, ObjectNotFoundError), match="taken for a dataset on the Hub"):
+        open_store("data/pusth", policy=fast)
