@@ -43,7 +43,7 @@ from ingest.video.sidecar.build import (
 from ingest.video.sidecar.cache import prepare_mapped_index
 from ingest.video.sidecar.carry import carry_checksums, earlier_checksums
 from ingest.video.sidecar.lookup import IndexRequest
-from ingest.video.sidecar.parts import PartFolder, pack_part
+from ingest.video.sidecar.parts import PartFolder, pack_part, remove_abandoned_parts
 from ingest.video.sidecar.spec import SidecarSpec, describe_source
 
 _LOG = logging.getLogger("reelray.actors")
@@ -196,6 +196,8 @@ def _present(target: Path, spec: SidecarSpec, how: ClusterSettings) -> ClusterRe
     with found:
         if how.checksums and not found.has_checksums:
             return None
+        # A build may have been killed between installing the sidecar and clearing up behind it.
+        PartFolder(target, spec, checksums=how.checksums).remove()
         sizes = [size or 0 for size in found.spec.sizes.values()]
         build = BuildReport(target, found.spec, True, len(sizes), 0, {}, found.has_checksums, 0, 0, sum(sizes), 0.0)
         return ClusterReport(build, 0, 0, ())
@@ -237,7 +239,7 @@ def _build(store: Store, spec: SidecarSpec, target: Path, how: ClusterSettings, 
         checked = how.checksums or earlier is not None
         carried = carry_checksums(indexed_files, earlier, store)
         report = write_sidecar(target, spec, carried, checksums=checked, check=lambda: source_unchanged(store, spec))
-    folder.remove()
+    remove_abandoned_parts(target)
     report = replace(report, bytes_read=bytes_read, reads=reads, elapsed_s=time.monotonic() - began)
     return ClusterReport(report, resumed, len(chunks), ())
 

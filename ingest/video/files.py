@@ -78,6 +78,11 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
+def parts_folder(path: Path) -> Path:
+    """Where a build of ``path`` that several processes share keeps what is done, so that it goes on after a kill."""
+    return path.with_name(f".{path.name}.parts")
+
+
 def remove_leftovers(path: Path) -> int:
     """Removes temporary files that killed writers of ``path`` left; the caller holds its lock.
 

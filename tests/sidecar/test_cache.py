@@ -30,11 +30,13 @@ from ingest.errors import (
 )
 from ingest.storage.base import ObjectIdentity
 from ingest.storage.local import LocalStore
+from ingest.video.files import locked
 from ingest.video.index import VideoIndex, probe_table
 from ingest.video.sidecar.archive import SidecarArchive, load_sidecar
-from ingest.video.sidecar.build import BuildProgress, build_sidecar
+from ingest.video.sidecar.build import BuildProgress, build_sidecar, index_file
 from ingest.video.sidecar.cache import index_path, resolve_sidecar
 from ingest.video.sidecar.lookup import open_sidecar_file, open_video_index
+from ingest.video.sidecar.parts import PartFolder, pack_part, remove_abandoned_parts
 from ingest.video.sidecar.publish import LocalPublisher, publish_sidecar
 from ingest.video.sidecar.spec import SidecarSpec, describe_source, mismatch
 
@@ -292,6 +294,27 @@ def test_killed_writers_leave_nothing_behind_for_long(source: LocalStore, paths:
     leftover.write_bytes(b"half")
     open_it(source, paths, tmp_path / "home")
     assert not leftover.exists()
+
+
+def test_parts_of_killed_builds_go_with_the_sidecar_or_once_they_are_old(source: LocalStore, paths: list[str], tmp_path: Path) -> None:
+    target = tmp_path / "out" / "mp4-v3-v3.0-0123456789abcdef.npz"
+    spec = describe_source(source, paths, repo_id="a/b", revision="v3.0")
+    folder = PartFolder(target, spec, checksums=False)
+    folder.keep(paths[0], pack_part(spec, index_file(source, paths[0]).table))
+    assert folder.missing() == paths[1:]
+    others = {age: PartFolder(target.with_name(f"mp4-v3-v3.0-{age:016d}.npz"), spec, checksums=False).folder for age in (1, 2, 3)}
+    for age, other in others.items():
+        other.mkdir()
+        os.utime(other, (time.time() - age * 10_000,) * 2)
+    foreign = target.with_name(".notes.parts")
+    foreign.mkdir()
+    with locked(target.with_name(others[3].name[1 : -len(".parts")]), 1, "MP4 sidecar"):
+        assert remove_abandoned_parts(target, older_than_s=15_000) == 1
+    assert [other.exists() for other in others.values()] == [True, False, True]
+    assert folder.folder.exists()
+    build_sidecar(source, paths, target, repo_id="a/b", revision="v3.0")
+    assert not folder.folder.exists()
+    assert foreign.exists()
 
 
 def test_a_published_sidecar_is_used_read_only(source: LocalStore, paths: list[str], tmp_path: Path) -> None:

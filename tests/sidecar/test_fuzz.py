@@ -100,16 +100,12 @@ def run_mutations(count: int, seed: int) -> dict[str, int]:
     return ends
 
 
-def test_a_few_hundred_mutations_end_in_typed_errors() -> None:
-    ends = run_mutations(600, seed=int(os.environ.get("REELRAY_FUZZ_SEED", "1")))
-    assert min(ends.values()) > 0
-
-
-@pytest.mark.slow
 def test_twenty_thousand_mutations_end_in_typed_errors() -> None:
+    """``REELRAY_FUZZ_MUTATIONS`` and ``REELRAY_FUZZ_SEED`` ask for more, or for others."""
     count = int(os.environ.get("REELRAY_FUZZ_MUTATIONS", "20000"))
     ends = run_mutations(count, seed=int(os.environ.get("REELRAY_FUZZ_SEED", "2")))
     assert sum(ends.values()) == count
+    assert min(ends.values()) > 0
 
 
 def with_checksums(data: bytes) -> SampleTable:

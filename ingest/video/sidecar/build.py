@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from ingest.errors import ObjectChangedError, SettingsError, SidecarError
 from ingest.storage.base import ByteRange, Store
 from ingest.video.boxes import read_sample_table
 from ingest.video.checksums import add_checksums
-from ingest.video.files import is_reported, locked, remove_leftovers, replacing, storage_failure
+from ingest.video.files import is_reported, locked, parts_folder, remove_leftovers, replacing, storage_failure
 from ingest.video.layout import MAX_PROBE_BYTES
 from ingest.video.sidecar.archive import ArchiveWriter, SidecarArchive
 from ingest.video.sidecar.carry import carry_checksums, earlier_checksums
@@ -241,7 +242,7 @@ def write_sidecar(
     progress: Progress | None = None,
     check: Callable[[], None] | None = None,
 ) -> BuildReport:
-    """Writes indexed files as a sidecar; the caller holds its lock.
+    """Writes indexed files as a sidecar, and removes what an interrupted build on a cluster kept for it; the caller holds its lock.
 
     Args:
         target: sidecar to create or replace.
@@ -278,6 +279,7 @@ def write_sidecar(
             raise
         if check is not None:
             check()
+    shutil.rmtree(parts_folder(target), ignore_errors=True)
     elapsed = time.monotonic() - began
     return BuildReport(target, written, False, done, samples, truncated, checksums, bytes_read, reads, source_bytes, elapsed)
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
-from ingest.errors import SidecarError
-from ingest.video.files import replacing
+from ingest.errors import LockTimeoutError, SidecarError, StorageError
+from ingest.video.files import locked, parts_folder, replacing
 from ingest.video.sidecar.archive import SidecarArchive, write_archive
 from ingest.video.sidecar.build import IndexedFile
 from ingest.video.sidecar.spec import SidecarSpec, mismatch
 from ingest.video.tables import SampleTable
+
+_ABANDONED_S = 24 * 3600.0
 
 
 def spec_of_file(spec: SidecarSpec, path: str) -> SidecarSpec:
@@ -39,7 +43,7 @@ class PartFolder:
     """
 
     def __init__(self, target: Path, spec: SidecarSpec, *, checksums: bool) -> None:
-        self.folder = target.with_name(f".{target.name}.parts")
+        self.folder = parts_folder(target)
         self._spec = spec
         self._checksums = checksums
 
@@ -83,3 +87,28 @@ class PartFolder:
     def remove(self) -> None:
         """Removes all parts."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def remove_abandoned_parts(target: Path, *, older_than_s: float = _ABANDONED_S) -> int:
+    """Removes what killed builds of other states of the same dataset left beside ``target``: their sources changed, so none goes on.
+
+    Args:
+        target: a sidecar in the cache.
+        older_than_s: age in seconds; younger ones may be waiting for their build to be started again.
+
+    Returns:
+        how many folders were removed.
+    """
+    removed = 0
+    for folder in target.parent.glob(".mp4-v3-*.npz.parts"):
+        if folder == parts_folder(target):
+            continue
+        other = target.with_name(folder.name[1 : -len(".parts")])
+        # Whoever holds the lock is at work on them; whatever cannot be read or locked is left alone.
+        with contextlib.suppress(LockTimeoutError, StorageError, OSError):
+            if time.time() - folder.stat().st_mtime < older_than_s:
+                continue
+            with locked(other, 0, "MP4 sidecar"):
+                shutil.rmtree(folder)
+                removed += 1
+    return removed
