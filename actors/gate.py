@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+from actors.resources import beside_caller
+
 _CLOSED = 1 << 62
 
 
@@ -35,4 +37,4 @@ class PlanGate:
 
 def start_gate() -> Any:
     """A gate actor that ends with the calling process; it reserves no CPU and answers any number of waiting tasks."""
-    return ray.remote(PlanGate).options(num_cpus=0, max_concurrency=1000).remote()
+    return ray.remote(PlanGate).options(max_concurrency=1000, **beside_caller("gate")).remote()

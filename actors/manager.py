@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.decode_pool import DecodeActor
 from actors.node_cache import NodeCacheActor
-from actors.resources import wait_for_resources
+from actors.resources import beside_caller, wait_for_resources
 from ingest import __version__
 from ingest.errors import ResourceUnavailableError, VersionSkewError
 
@@ -152,7 +152,8 @@ def start_manager(settings: PoolSettings | None = None) -> ActorHandle:
     Raises:
         ResourceUnavailableError: the manager was not scheduled within 10 s.
     """
-    manager: Any = ray.remote(_Manager).options(num_cpus=0, max_concurrency=16).remote(__version__, settings or PoolSettings())
+    manager_class: Any = ray.remote(_Manager).options(max_concurrency=16, **beside_caller("manager"))
+    manager: Any = manager_class.remote(__version__, settings or PoolSettings())
     start = time.monotonic()
     ready, _ = ray.wait([manager.pools.remote()], timeout=30)
     if not ready:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from uuid import uuid4
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ingest.errors import ResourceUnavailableError
 
@@ -48,3 +50,18 @@ def wait_for_resources(
                 "(--world-size, --decode-actors, CPUs or GPUs of each worker)"
             )
         time.sleep(0.25)
+
+
+def beside_caller(role: str) -> dict[str, Any]:
+    """Options of a helper actor that reserves no CPU: on the node of the calling process, with a name that people can read.
+
+    What a process owns ends with it. An actor of 0 CPUs may be placed on any node, and would end with that one too.
+
+    Args:
+        role: what the actor is for, in one word.
+    """
+    return {
+        "num_cpus": 0,
+        "name": f"reelray-{role}-{uuid4().hex[:8]}",
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    }

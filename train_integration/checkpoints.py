@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray.train
@@ -14,6 +13,7 @@ import yaml
 
 from ingest.errors import CursorError
 from train_integration.poolstate import MAX_FILE_BYTES
+from train_integration.scratch import scratch_folder
 from train_integration.state import merged_state
 from train_integration.stream import SampleStream
 
@@ -30,8 +30,7 @@ def save_checkpoint(metrics: Mapping[str, Any], stream: SampleStream, training: 
         stream: the rank's stream; its position after the step just taken is saved.
         training: tensors and plain values to save; only rank 0 gives them.
     """
-    with TemporaryDirectory(prefix="reelray-checkpoint-") as folder:
-        path = Path(folder)
+    with scratch_folder("checkpoint") as path:
         state = stream.state_dict()
         (path / f"stream-{stream.rank:05d}.json").write_text(json.dumps(state), encoding="utf-8")
         pools = stream.pool_state()
@@ -42,7 +41,7 @@ def save_checkpoint(metrics: Mapping[str, Any], stream: SampleStream, training: 
             (path / RECIPE_FILE).write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if training is not None:
             torch.save(dict(training), path / _WEIGHTS)
-        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
+        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(path))
 
 
 def pool_file(rank: int) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from train_integration.mixtures import Mixture
 from train_integration.options import StreamDescription
 from train_integration.producer import Delivery
 from train_integration.recording import joined, order_rows
+from train_integration.scratch import scratch_folder
 
 _ROWS_PER_MESSAGE = 512
 
@@ -196,14 +196,14 @@ def deliver_through_ray(
     shared = replace(description, config=replace(description.config, plan=settings, epochs=1))
     handles = publish_stream(shared, manager, cursor=plan.cursor.to_json(), max_steps=max_steps)
     start = time.perf_counter()
-    with TemporaryDirectory(prefix="reelray-stream-") as folder:
+    with scratch_folder("stream") as folder:
         trainer: Any = DataParallelTrainer(
             _deliver,
             train_loop_config={"ledger": ledger, "digests": digests, "max_steps": max_steps, "step_s": step_s},
             scaling_config=ScalingConfig(num_workers=world_size, resources_per_worker={"CPU": 1}),
             datasets=placeholder(),
             dataset_config=EpisodeDataConfig(handles),
-            run_config=RunConfig(name="reelray-stream", storage_path=folder, failure_config=FailureConfig(max_failures=max_failures)),
+            run_config=RunConfig(name="reelray-stream", storage_path=str(folder), failure_config=FailureConfig(max_failures=max_failures)),
         )
         try:
             trainer.fit()

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import ray
 from numpy.typing import NDArray
 
+from actors.resources import beside_caller
 from ingest.engine.counters import merge_counts
 
 ORDER_SCHEMA: dict[str, np.dtype[Any]] = {
@@ -236,6 +237,11 @@ class _Ledger:
         }
 
 
-def start_ledger() -> Any:
-    """A ledger actor owned by the calling driver; it reserves no CPU."""
-    return ray.remote(_Ledger).options(num_cpus=0).remote()
+def start_ledger(name: str | None = None) -> Any:
+    """A ledger actor owned by the calling driver; it reserves no CPU.
+
+    Args:
+        name: under which other drivers of the same namespace find it with `ray.get_actor`.
+    """
+    options = beside_caller("ledger")
+    return ray.remote(_Ledger).options(**options | ({} if name is None else {"name": name})).remote()

@@ -19,6 +19,8 @@ from typing import Any
 import ray
 import ray.train
 
+from actors.resources import beside_caller
+
 _LOG = logging.getLogger("reelray.preemption")
 
 EXIT_STOPPED = 143
@@ -83,7 +85,7 @@ class StopBoard:
 
 def start_stop_board() -> Any:
     """A board actor that ends with the calling process and reserves no CPU. Call it in the driver."""
-    return ray.remote(StopBoard).options(num_cpus=0, name=None).remote()
+    return ray.remote(StopBoard).options(**beside_caller("stop")).remote()
 
 
 class StopRequest:
