@@ -68,7 +68,8 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _explain(error: OSError, path: Path) -> StorageError:
+def storage_error(error: OSError, path: Path) -> StorageError:
+    """What a failure of the file system means for the user."""
     where = f"{path}: {error.strerror or error}"
     if error.errno == errno.ENOSPC:
         return StorageError(f"{where}; the disk is full: free space and run the build again, finished records are kept")
@@ -101,7 +102,7 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object], *, verify: Call
         os.replace(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
-        raise error if isinstance(error, StorageError) else _explain(error, path) from error
+        raise error if isinstance(error, StorageError) else storage_error(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -118,7 +119,7 @@ def remove_file(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _explain(error, path) from error
+        raise storage_error(error, path) from error
 
 
 def write_bytes(path: Path, data: bytes) -> FileDigest:

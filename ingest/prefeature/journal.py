@@ -6,6 +6,7 @@ and resume trust nothing that is not verified.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from ingest.errors import LockTimeoutError, MetadataError
 from ingest.prefeature import layout
-from ingest.prefeature.durable import FileDigest
+from ingest.prefeature.durable import FileDigest, storage_error
 from ingest.prefeature.jsonio import MAX_JSON_BYTES, as_object, canonical_json, parse_object
 
 VOLATILE = frozenset({"worker_id", "seconds", "attempt"})
@@ -121,7 +122,7 @@ class JournalWriter:
     def __init__(self, root: Path, worker: int, fingerprint: str, *, lock_wait_s: float = 0.0) -> None:
         self._worker = worker
         self._fingerprint = fingerprint
-        path = root / layout.journal_path(worker)
+        path = self._path = root / layout.journal_path(worker)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         deadline = time.monotonic() + lock_wait_s
@@ -155,7 +156,11 @@ class JournalWriter:
         os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def append(self, kind: str, files: Mapping[str, FileDigest], **fields: Any) -> None:
-        """Writes and fsyncs one line."""
+        """Writes and fsyncs one line.
+
+        Raises:
+            StorageError: the file system failed; the journal is as it was.
+        """
         row: dict[str, Any] = {
             "kind": kind,
             "files": {path: {"size": digest.size, "sha256": digest.sha256} for path, digest in files.items()},
@@ -164,9 +169,16 @@ class JournalWriter:
             **fields,
         }
         data = (canonical_json(row) + "\n").encode()
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        os.fsync(self._descriptor)
+        end = os.fstat(self._descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            os.fsync(self._descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, end)
+                os.lseek(self._descriptor, 0, os.SEEK_END)
+            raise storage_error(error, self._path) from error
 
     def void(self, kind: str, attempt: int, **ids: int) -> None:
         """Withdraws earlier lines about a piece of work, before its files are replaced.
