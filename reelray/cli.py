@@ -16,6 +16,7 @@ from typing import Any
 
 from ingest import __version__
 from ingest.errors import ReelrayError
+from reelray.config_file import with_config_file
 
 _BOOL_WITH_VALUE = re.compile(r"(--(?:[\w-]+\.)*)([\w-]+)=(true|false)", re.IGNORECASE)
 _OPTION = re.compile(r"--(?:[\w-]+\.)*[\w-]+")
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import tyro
 
         options: Any = getattr(import_module(f"reelray.commands.{command.module}"), command.name)
-        return int(tyro.cli(options, prog=f"reelray {name}", args=_normalise(rest)).run() or 0)
+        return int(tyro.cli(options, prog=f"reelray {name}", args=_normalise(with_config_file(options, rest))).run() or 0)
     except BrokenPipeError:
         # Whoever read the output has seen enough, as in `reelray inspect SRC | head`; nothing more can be flushed to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

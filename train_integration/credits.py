@@ -25,6 +25,7 @@ class ByteLedger:
 
     Args:
         limit_bytes: most bytes granted at a time.
+        window: units granted beyond those that have arrived, at most, for lists that say nothing else.
 
     Attributes:
         changed: guards and announces every change.
@@ -33,8 +34,9 @@ class ByteLedger:
         lists: open work lists, in the order in which they are delivered.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, window: int = DEFAULT_WINDOW) -> None:
         self.limit_bytes = limit_bytes
+        self.window = window
         self.changed = threading.Condition(threading.RLock())
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -64,19 +66,19 @@ class UnitCredits:
 
     Args:
         ledger: the rank's budget.
-        nbytes: int64[N], bytes of each unit. Sizes of whole episodes are upper bounds; those of runs of frames are
-            estimates, which `arrived` corrects.
-        window: units granted beyond those that have arrived, at most.
+        nbytes: int64[N], most bytes of each unit. Only units that begin further back than their index says (streams that
+            need a lead-in) can turn out larger, which `arrived` corrects.
+        window: units granted beyond those that have arrived, at most; None takes the ledger's.
 
     Attributes:
         ledger: as given.
     """
 
-    def __init__(self, ledger: ByteLedger, nbytes: NDArray[np.int64], window: int = DEFAULT_WINDOW) -> None:
+    def __init__(self, ledger: ByteLedger, nbytes: NDArray[np.int64], window: int | None = None) -> None:
         self.ledger = ledger
         self._changed = ledger.changed
         self._bytes: list[int] = nbytes.tolist()
-        self._window = window
+        self._window = ledger.window if window is None else window
         self._granted = 0
         self._arrived = 0
         self._held: dict[int, int] = {}

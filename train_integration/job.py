@@ -63,6 +63,7 @@ class JobResult:
 
     Attributes:
         rows: order rows of every rank and attempt, ``committed`` filled in.
+        steps: optimiser steps done in all, those of earlier runs included.
         log: one entry per logged step of rank 0, replayed steps included.
         attempts: worker groups that were started.
         counts: counter totals of the last worker group.
@@ -72,6 +73,7 @@ class JobResult:
     """
 
     rows: Rows
+    steps: int
     log: list[dict[str, float]]
     attempts: int
     counts: dict[str, float]
@@ -147,7 +149,8 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     try:
         with stop_on_sigterm(lambda: board.ask.remote()) as asked:
             result: Any = trainer.fit()
-            stopped = asked() and int((result.metrics or {}).get("step", 0)) < plan.steps
+            steps = int((result.metrics or {}).get("step", 0))
+            stopped = asked() and steps < plan.steps
     except Exception as error:
         raise typed_cause(error) from error
     finally:
@@ -159,7 +162,7 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     write_order(output / "order.parquet", rows)
     (output / "log.json").write_text(json.dumps(log), encoding="utf-8")
     checkpoint = result.checkpoint.path if result.checkpoint is not None else None
-    return JobResult(rows, log, summary["attempts"], summary["counts"], summary["first_batch_s"], checkpoint, stopped)
+    return JobResult(rows, steps, log, summary["attempts"], summary["counts"], summary["first_batch_s"], checkpoint, stopped)
 
 
 @dataclass(frozen=True, slots=True)

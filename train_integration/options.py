@@ -21,6 +21,7 @@ from ingest.errors import SettingsError
 from ingest.language.stage import RecipeLike
 from ingest.plan import PlanSettings, Units
 from ingest.storage.base import Store
+from train_integration.credits import DEFAULT_WINDOW
 from train_integration.worklist import EpisodeLengths
 
 Decode = Literal["pool", "inline"]
@@ -48,6 +49,7 @@ class StreamConfig:
         decoded_budget_gb: GiB of decoded pictures per rank; None takes a share of the node's memory.
         byte_budget_gb: GiB of fetched compressed pictures per rank.
         prefetch_batches: finished batches kept ahead of the training loop.
+        prefetch_units: units that may be under way at a time: granted, and not yet arrived.
         fetch_threads: units fetched at once by one read task.
         lane_frames: frames of one unit in ``lanes`` and ``reservoir``, at most, cut where pictures decode independently;
             None keeps whole episodes.
@@ -69,12 +71,13 @@ class StreamConfig:
     decoded_budget_gb: float | None = None
     byte_budget_gb: float = 8.0
     prefetch_batches: int = 4
+    prefetch_units: int = DEFAULT_WINDOW
     fetch_threads: int = 4
     lane_frames: int | None = 64
     stall_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("byte_budget_gb", "prefetch_batches", "fetch_threads", "decode_threads", "stall_s"):
+        for name in ("byte_budget_gb", "prefetch_batches", "prefetch_units", "fetch_threads", "decode_threads", "stall_s"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
         for name in ("decoded_budget_gb", "lane_frames", "epochs"):

@@ -55,8 +55,9 @@ class CameraEncoder(nn.Module):
         self.features = 2 * keypoints
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """uint8 ``[B, C, H, W]`` → float32 ``[B, 2 * keypoints]`` in [-1, 1]."""
-        small = functional.interpolate(pictures.float() / 255.0, size=(IMAGE_SIDE, IMAGE_SIDE), mode="area")
+        """uint8, or float32 in [0, 1], ``[B, C, H, W]`` → float32 ``[B, 2 * keypoints]`` in [-1, 1]."""
+        shown = pictures.float() / 255.0 if pictures.dtype == torch.uint8 else pictures
+        small = functional.interpolate(shown, size=(IMAGE_SIDE, IMAGE_SIDE), mode="area")
         maps = self.layers(small - 0.5)
         batch, keypoints, height, width = maps.shape
         weight = maps.reshape(batch, keypoints, -1).softmax(-1).reshape(batch, keypoints, height, width)

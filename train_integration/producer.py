@@ -118,7 +118,7 @@ class Producer:
             buffers=BufferPool(keep=config.prefetch_batches + 3),
         )
         self._stores: FrameStores | None = None
-        self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30))
+        self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30), window=config.prefetch_units)
         self._schedulers: list[BatchScheduler] = []
         self._thread = threading.Thread(target=self._run, args=(stretch,), name="reelray-producer", daemon=True)
         self._thread.start()

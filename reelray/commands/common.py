@@ -128,13 +128,6 @@ class ReadArguments(PlaceArguments):
     payload_cache_dir: Path | None = None
     """Where it is kept; streaming-payload in HF_LEROBOT_HOME when unset. Safe to delete at any time."""
 
-    def _decoder(self) -> PictureDecoder:
-        if self.video_backend == "pyav":
-            return PYAV
-        from train_integration.backends import open_decoder
-
-        return open_decoder(self.video_backend)
-
     def options(self) -> ReadOptions:
         """As the engine's options."""
         return ReadOptions(
@@ -146,7 +139,7 @@ class ReadArguments(PlaceArguments):
             resize_filter=self.resize_filter,
             pixel_format=self.pixel_format,
             depth_output_unit=self.depth_output_unit,
-            decoder=self._decoder(),
+            decoder=decoder_of(self.video_backend),
         )
 
     def keywords(self) -> dict[str, Any]:
@@ -300,6 +293,19 @@ class OrderArguments:
             shuffle=self.shuffle,
             clamp_workers=True,
         )
+
+
+def decoder_of(backend: Literal["pyav", "torchcodec", "nvdec"]) -> PictureDecoder:
+    """What decodes colour cameras.
+
+    Raises:
+        SettingsError: it is not installed.
+    """
+    if backend == "pyav":
+        return PYAV
+    from train_integration.backends import open_decoder
+
+    return open_decoder(backend)
 
 
 def parse_windows(text: str | None) -> dict[str, list[float]] | None:

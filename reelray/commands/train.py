@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ from reelray.commands.common import (
     RecipeArguments,
     Share,
     Strategy,
+    decoder_of,
     index_options,
     language_report,
     parse_windows,
@@ -24,54 +24,12 @@ from reelray.commands.common import (
     print_json,
     print_language,
 )
+from reelray.commands.train_options import DatasetArguments, LoaderArguments, explain, require_positive
 
 if TYPE_CHECKING:
     from ingest.language.stage import RenderStage
 
-_LOG = logging.getLogger("reelray.train")
 _CONFIG = "train_config.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetArguments:
-    """The dataset, with LeRobot's names."""
-
-    repo_id: str | None = None
-    """OWNER/NAME on the Hub, or any location."""
-    root: str | None = None
-    """Local dataset directory, or an hf://buckets URI."""
-    revision: str | None = None
-    """Hub revision."""
-    repo_type: Literal["dataset", "bucket"] = "dataset"
-    """Kind of Hub repository."""
-    episodes: str | None = None
-    """Episodes to read, for example [1,3]."""
-    exclude_episodes: str | None = None
-    """Episodes to leave out."""
-    streaming: bool = True
-    """Off reads map-style in each rank's own process, from local roots only."""
-    streaming_encoding: bool = False
-    """How recordings are written; no effect on reading."""
-    streaming_episode_pool_size: int | None = None
-    """Episodes mixed by each worker; 32 / workers when unset."""
-    streaming_sampling_strategy: Strategy = "remaining"
-    """Order mode; lanes is the native one."""
-    streaming_prefetch_episodes: int = 8
-    """Episodes fetched ahead of each worker's pool."""
-    streaming_byte_budget_gb: float = 8.0
-    """GiB of compressed pictures per rank."""
-    streaming_decode_threads: int = 2
-    """Threads that decode, where a rank decodes itself; the pool's actors decode otherwise."""
-    streaming_decoded_queue_size: int = 8
-    """Accepted; finished batches are kept ahead instead (prefetch_batches)."""
-    video_decoder_cache_size: int | None = None
-    """Accepted; packets go straight into decoders, so none is kept open."""
-    streaming_native_http_connections: int | None = None
-    """Range reads at once in each process, from remote datasets; 16 when unset."""
-    streaming_native_http_subranges: int | None = None
-    """Most parts of one large range that are read at once; as many as have 8 MiB each when unset."""
-    streaming_sidecar_lock_timeout_s: float = 1800.0
-    """Seconds to wait for another sidecar build."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +52,8 @@ class Train:
     policy: PolicyArguments = field(default_factory=PolicyArguments)
     output_dir: Path = Path("outputs/train")
     """Checkpoints, order of delivery, log and report."""
+    config: Path | None = None
+    """YAML file with options, by the same names; what the command line says beside it wins."""
     language: Flat[RecipeArguments] = field(default_factory=RecipeArguments)
     resume: bool = False
     """Go on with the run in output_dir; seed, order and recipe are those stored there."""
@@ -103,8 +63,7 @@ class Train:
     """Samples of a batch, per rank."""
     steps: int = 1000
     """Optimiser steps."""
-    num_workers: int = 4
-    """Consumers inside each rank; more than a rank has episodes are clamped."""
+    loader: Flat[LoaderArguments] = field(default_factory=LoaderArguments)
     seed: int | None = DEFAULT_TRAIN_SEED
     """Order and weights; null is 42 for the order."""
     tolerance_s: float = 1e-4
@@ -157,9 +116,10 @@ class Train:
 
         if self.policy.type not in POLICIES:
             raise SettingsError(f"policy.type {self.policy.type!r} is not known; there is {', '.join(POLICIES)}")
+        self.check()
         seed, strategy = self._stored_order() if self.resume else (self.seed, self.dataset.streaming_sampling_strategy)
         stage = self._resumed_recipe() if self.resume else self.language.stage()
-        self._explain()
+        explain(self.dataset, self.loader)
         config = replace(self.stream_config(seed, strategy), recipe=stage)
         description, dataset = open_described(self.location(), config, **self.dataset_options())
         plan = make_plan(
@@ -188,8 +148,8 @@ class Train:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         described = None if stage is None else stage.describe()
         if not self.resume:
-            stored = asdict(self) | {"seed": seed, "output_dir": str(self.output_dir), "language": described}
-            (self.output_dir / _CONFIG).write_text(json.dumps(stored, indent=1), encoding="utf-8")
+            stored = asdict(self) | {"seed": seed, "language": described}
+            (self.output_dir / _CONFIG).write_text(json.dumps(stored, indent=1, default=str), encoding="utf-8")
         elif self.other_recipe:
             (self.output_dir / _CONFIG).write_text(json.dumps(self._stored() | {"language": described}, indent=1), encoding="utf-8")
         with ray_session(cpus=most + (self.decode_actors or 2), address=self.address):
@@ -198,7 +158,7 @@ class Train:
         report: dict[str, Any] = {
             "dataset": dataset.location,
             "frames_selected": dataset.num_frames,
-            "steps": int(result.log[-1]["step"]) if result.log else 0,
+            "steps": result.steps,
             "worker_groups": result.attempts,
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
@@ -224,6 +184,31 @@ class Train:
                 print(", ".join(f"{name} {value}" for name, value in epoch.items()))
         return EXIT_STOPPED if result.stopped else 0
 
+    def check(self) -> None:
+        """Refuses what is out of range, before anything is opened.
+
+        Raises:
+            SettingsError: names the option.
+        """
+        from ingest.storage.locations import parse_location
+        from train_integration.mixture_file import is_mixture_file
+
+        self.dataset.check()
+        self.loader.check()
+        names = ("batch_size", "steps", "save_freq", "log_freq", "world_size", "max_world_size", "decoded_budget_gb", "lanes")
+        require_positive(self, names)
+        require_positive(self.policy, ("chunk", "learning_rate"), "policy.")
+        if self.tolerance_s < 0 or self.step_s < 0 or self.max_failures < 0:
+            raise SettingsError("tolerance_s, step_s and max_failures must be non-negative")
+        if self.max_world_size is not None and self.max_world_size < self.world_size:
+            raise SettingsError(f"max_world_size is {self.max_world_size}, less than world_size {self.world_size}, which is the least")
+        if not self.dataset.streaming and not is_mixture_file(self.location()):
+            place = parse_location(
+                self.location(), repo_type=self.dataset.repo_type, root=self.dataset.root if self.dataset.repo_id else None
+            )
+            if place.kind != "local":
+                raise SettingsError(f"{place.url} is not a local directory: map-style reading (dataset.streaming=false) needs one")
+
     def location(self) -> str:
         """Where the dataset is: its repository, or its root alone."""
         found = self.dataset.repo_id or self.dataset.root
@@ -238,7 +223,7 @@ class Train:
             "repo_type": self.dataset.repo_type if self.dataset.repo_type != "dataset" else None,
             "root": self.dataset.root if self.dataset.repo_id is not None else None,
         }
-        indexing = index_options(True, self.dataset.streaming_sidecar_lock_timeout_s, max(1, self.num_workers))
+        indexing = index_options(True, self.dataset.streaming_sidecar_lock_timeout_s, max(1, self.loader.num_workers))
         transfer = TransferOptions(
             connections=self.dataset.streaming_native_http_connections,
             subranges=self.dataset.streaming_native_http_subranges,
@@ -260,7 +245,7 @@ class Train:
                 strategy=strategy,
                 seed=DEFAULT_STREAMING_SEED if seed is None else seed,
                 world_size=self.world_size,
-                workers=self.num_workers,
+                workers=self.loader.num_workers,
                 batch_size=self.batch_size,
                 pool_size=data.streaming_episode_pool_size,
                 byte_budget=int(data.streaming_byte_budget_gb * 2**30),
@@ -270,7 +255,12 @@ class Train:
                 clamp_workers=True,
             ),
             read=ReadOptions(
-                delta_timestamps=windows, tolerance_s=self.tolerance_s, image_size=self.image_size, action_chunk=self.policy.chunk
+                delta_timestamps=windows,
+                tolerance_s=self.tolerance_s,
+                image_size=self.image_size,
+                action_chunk=self.policy.chunk,
+                depth_output_unit=data.depth_output_unit,
+                decoder=decoder_of(data.video_backend),
             ),
             episodes=None if data.episodes is None else tuple(parse_episodes(data.episodes)),
             exclude_episodes=None if data.exclude_episodes is None else tuple(parse_episodes(data.exclude_episodes)),
@@ -280,6 +270,10 @@ class Train:
             decode_threads=data.streaming_decode_threads,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=data.streaming_byte_budget_gb,
+            return_uint8=data.return_uint8,
+            prefetch_batches=self.loader.prefetch_factor,
+            prefetch_units=data.prefetch_units,
+            fetch_threads=data.max_num_shards or max(1, self.loader.num_workers),
         )
 
     def _stored(self) -> dict[str, Any]:
@@ -311,10 +305,3 @@ class Train:
                 f"the run in {self.output_dir} has another recipe ({'; '.join(differences)}): leave --recipe out, or ask for --other_recipe"
             )
         return given
-
-    def _explain(self) -> None:
-        if self.dataset.streaming_encoding:
-            _LOG.info("dataset.streaming_encoding concerns recording and has no effect on reading")
-        for name in ("video_decoder_cache_size",):
-            if getattr(self.dataset, name) is not None:
-                _LOG.info("dataset.%s has no meaning here: packets go straight into decoders", name)

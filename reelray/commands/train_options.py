@@ -1,0 +1,161 @@
+"""Options of ``reelray train`` that LeRobot has too: names, defaults, checks, and what those mean that mean nothing here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ingest.errors import SettingsError
+from reelray.commands.common import Strategy
+
+_LOG = logging.getLogger("reelray.train")
+
+_UNITS_PER_EPISODE = 8
+"""Units that may be under way for each episode fetched ahead: the native orders cut episodes into runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetArguments:
+    """The dataset, with LeRobot's names."""
+
+    repo_id: str | None = None
+    """OWNER/NAME on the Hub, any location, or a mixture file (.yaml) that names several datasets."""
+    root: str | None = None
+    """Local dataset directory, or an hf://buckets URI."""
+    revision: str | None = None
+    """Hub revision."""
+    repo_type: Literal["dataset", "bucket"] = "dataset"
+    """Kind of Hub repository."""
+    episodes: str | None = None
+    """Episodes to read, for example [1,3]."""
+    exclude_episodes: str | None = None
+    """Episodes to leave out."""
+    eval_split: float = 0.0
+    """Not available when streaming: an evaluation stream is described beside the training stream."""
+    streaming: bool = True
+    """Off reads map-style in each rank's own process, from local roots only."""
+    streaming_encoding: bool = False
+    """How recordings are written; no effect on reading."""
+    streaming_episode_pool_size: int | None = None
+    """Episodes mixed by each worker; 32 / workers when unset."""
+    streaming_sampling_strategy: Strategy = "remaining"
+    """Order mode; lanes is the native one."""
+    streaming_prefetch_episodes: int = 8
+    """Episodes fetched ahead; eight runs of frames count as one in the native orders."""
+    streaming_byte_budget_gb: float = 8.0
+    """GiB of compressed pictures per rank."""
+    streaming_decode_threads: int = 2
+    """Threads that decode, where a rank decodes itself; the pool's actors decode otherwise."""
+    streaming_decoded_queue_size: int = 8
+    """Accepted; finished batches are kept ahead instead (prefetch_factor)."""
+    video_decoder_cache_size: int | None = None
+    """Accepted; packets go straight into decoders, so none is kept open."""
+    streaming_native_http_connections: int | None = None
+    """Range reads at once in each process, from remote datasets; 16 when unset."""
+    streaming_native_http_subranges: int | None = None
+    """Most parts of one large range that are read at once; as many as have 8 MiB each when unset."""
+    streaming_sidecar_lock_timeout_s: float = 1800.0
+    """Seconds to wait for another sidecar build."""
+    max_num_shards: int | None = None
+    """Units fetched at once by one read task; the number of workers when unset."""
+    return_uint8: bool = True
+    """Pictures as uint8; off delivers float32 in [0, 1]."""
+    video_backend: Literal["pyav", "torchcodec", "nvdec"] = "pyav"
+    """What decodes colour cameras; torchcodec and nvdec need torchcodec."""
+    depth_output_unit: Literal["mm", "m"] = "mm"
+    """Depth as uint16 millimetres or float32 metres."""
+
+    @property
+    def prefetch_units(self) -> int:
+        """Units that may be under way."""
+        return max(1, self.streaming_prefetch_episodes * _UNITS_PER_EPISODE)
+
+    def check(self) -> None:
+        """Refuses what is out of range.
+
+        Raises:
+            SettingsError: names the field.
+        """
+        positive = (
+            "streaming_episode_pool_size",
+            "streaming_byte_budget_gb",
+            "streaming_decode_threads",
+            "streaming_decoded_queue_size",
+            "video_decoder_cache_size",
+            "streaming_native_http_connections",
+            "streaming_native_http_subranges",
+            "streaming_sidecar_lock_timeout_s",
+            "max_num_shards",
+        )
+        require_positive(self, positive, "dataset.")
+        if self.streaming_prefetch_episodes < 0:
+            raise SettingsError(f"dataset.streaming_prefetch_episodes must be non-negative, found {self.streaming_prefetch_episodes}")
+        if self.eval_split:
+            raise SettingsError(
+                f"dataset.eval_split is {self.eval_split:g}, which streaming does not offer: leave it 0 and hold episodes out "
+                "(dataset.exclude_episodes)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderArguments:
+    """Options of LeRobot's data loader."""
+
+    num_workers: int = 4
+    """Consumers inside each rank; more than a rank has episodes are clamped."""
+    prefetch_factor: int = 4
+    """Finished batches kept ahead of the training loop."""
+    persistent_workers: bool = True
+    """Accepted; readers and decoders always stay."""
+    dataloader_multiprocessing_context: Literal["spawn", "fork", "forkserver"] = "spawn"
+    """Accepted; Ray starts the processes."""
+
+    def check(self) -> None:
+        """Refuses what is out of range.
+
+        Raises:
+            SettingsError: names the field.
+        """
+        require_positive(self, ("prefetch_factor",))
+        if self.num_workers < 0:
+            raise SettingsError(f"num_workers must be non-negative, found {self.num_workers}")
+
+
+def require_positive(options: Any, names: tuple[str, ...], prefix: str = "") -> None:
+    """Refuses values that are not above zero; None passes.
+
+    Raises:
+        SettingsError: names the field and the value.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise SettingsError(f"{prefix}{name} must be positive, found {value}")
+
+
+def explain(dataset: DatasetArguments, loader: LoaderArguments) -> None:
+    """Logs one line for every option that was given and has no effect."""
+    if dataset.streaming_encoding:
+        _LOG.info("dataset.streaming_encoding concerns recording and has no effect on reading")
+    meanings = {
+        "streaming_decoded_queue_size": "prefetch_factor says how many finished batches are kept ahead",
+        "video_decoder_cache_size": "packets go straight into decoders, so none is kept open",
+    }
+    for part, prefix, reasons in (
+        (dataset, "dataset.", meanings),
+        (
+            loader,
+            "",
+            {
+                "persistent_workers": "readers and decoders always stay",
+                "dataloader_multiprocessing_context": "Ray starts the processes",
+            },
+        ),
+    ):
+        defaults = {item.name: item.default for item in fields(part)}
+        for name, reason in reasons.items():
+            if getattr(part, name) != defaults[name]:
+                _LOG.info("%s%s has no effect here: %s", prefix, name, reason)
+    if dataset.streaming and dataset.streaming_decode_threads != 2:
+        _LOG.info("dataset.streaming_decode_threads has no effect here: the node's decode actors decode (decode_actors)")
