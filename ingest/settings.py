@@ -29,6 +29,12 @@ def lerobot_home() -> Path:
     return Path(explicit).expanduser() if explicit else hf_home() / "lerobot"
 
 
+def hub_cache() -> Path:
+    """Snapshots of the Hub's own tools (``HF_HUB_CACHE``, default ``$HF_HOME/hub``)."""
+    explicit = os.environ.get("HF_HUB_CACHE")
+    return Path(explicit).expanduser() if explicit else hf_home() / "hub"
+
+
 def hub_endpoint() -> str:
     """Hub base URL without a trailing slash (``HF_ENDPOINT``)."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
@@ -49,6 +55,17 @@ def hub_token() -> str | None:
         return path.read_text(encoding="utf-8").strip() or None
     except OSError:
         return None
+
+
+def aws_variable(name: str) -> str | None:
+    """One of the ``AWS_*`` variables, by the rest of its name; None where it is unset or empty."""
+    return os.environ.get(f"AWS_{name}") or None
+
+
+def google_emulator() -> str | None:
+    """Address of a stand-in for Google Cloud Storage, as Google's own libraries take it (``STORAGE_EMULATOR_HOST``)."""
+    value = os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/")
+    return (value if "://" in value else f"http://{value}") if value else None
 
 
 def http_failure_log() -> Path | None:

@@ -123,9 +123,8 @@ class FsspecStore:
                 try:
                     opened: tuple[Any, Any] = _url_to_fs(self._location.url)
                 except ImportError as error:
-                    raise StorageError(
-                        f"{self.url}: {redact(str(error))}; install that package, or the extra reelray[s3] for s3, gs and az"
-                    ) from None
+                    extra = ", or the extra reelray[s3]" if self._location.kind == "object" else ""
+                    raise StorageError(f"{self.url}: {redact(str(error))}; install that package{extra}, on every node") from None
                 except Exception as error:
                     raise _translate(error, self.url) from None
                 self._opened = (os.getpid(), opened[0], str(opened[1]).rstrip("/"))

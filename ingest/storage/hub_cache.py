@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -33,9 +32,7 @@ def _repository_folder(repo_id: str) -> str:
 
 def _hub_roots() -> list[Path]:
     """Where snapshots may be, the folder that is written first."""
-    own = settings.lerobot_home() / "hub"
-    shared = os.environ.get("HF_HUB_CACHE")
-    return [own, Path(shared).expanduser() if shared else settings.hf_home() / "hub"]
+    return [settings.lerobot_home() / "hub", settings.hub_cache()]
 
 
 def snapshot_file(repo_id: str, commit: str, path: str) -> Path | None:

@@ -23,7 +23,7 @@ Kind = Literal["local", "hub", "bucket", "http", "object", "memory", "fsspec"]
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
 """Object stores: read through obstore where it is installed, else through their fsspec implementation."""
 
-FSSPEC_SCHEMES = frozenset({"sftp", "ssh", "ftp", "hdfs", "webhdfs", "oss", "oci", "lakefs", "dbfs"})
+FSSPEC_SCHEMES = frozenset({"sftp", "ssh", "ftp", "hdfs", "webhdfs", "oss", "oci", "lakefs"})
 """Further fsspec schemes that are read as they are; their packages are the user's to install."""
 
 _HTTP_SCHEMES = frozenset({"http", "https"})

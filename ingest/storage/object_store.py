@@ -15,6 +15,7 @@ import obstore
 import obstore.store
 from obstore import exceptions
 
+from ingest import settings
 from ingest.errors import AccessDeniedError, ObjectChangedError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage import aws
 from ingest.storage.base import ByteRange, ObjectIdentity
@@ -192,18 +193,22 @@ def _open(location: Location) -> Any:
         "retry_config": {"max_retries": 0},
     }
     if scheme in {"s3", "s3a"}:
-        settings: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         address, region, keys = aws.endpoint(), aws.region(), aws.shared_credentials()
         if address is not None:
-            settings["endpoint"] = address
+            config["endpoint"] = address
             options["client_options"]["allow_http"] = address.startswith("http://")
         if region is not None:
-            settings["region"] = region
+            config["region"] = region
         if keys is not None:
             options["credential_provider"] = lambda: {**keys, "expires_at": None}
-        return _from_url(f"s3://{rest}", config=settings, **options)
+        return _from_url(f"s3://{rest}", config=config, **options)
     if scheme in {"gs", "gcs"}:
-        return _from_url(f"gs://{rest}", **options)
+        emulator = settings.google_emulator()
+        if emulator is None:
+            return _from_url(f"gs://{rest}", **options)
+        options["client_options"]["allow_http"] = True
+        return _from_url(f"gs://{rest}", config={"base_url": emulator, "skip_signature": True}, **options)
     return _from_url(location.url, **options)
 
 
@@ -215,10 +220,24 @@ def _translate(error: Exception, where: str) -> StorageError | RetryableError:
     status = _STATUS.search(str(error))
     code = int(status[1]) if status else None
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or code in {401, 403}:
-        return AccessDeniedError(f"{where}: {text}; check the keys, region and endpoint in this process' environment")
+        return AccessDeniedError(f"{where}: {text}; {_advice(where)}")
+    if "must be specified" in text:
+        return AccessDeniedError(f"{where}: {text}; {_advice(where)}")
     if code in RETRYABLE_STATUS or (code is None and any(word in str(error).lower() for word in _PASSING)):
         return RetryableError(text)
     return StorageError(f"{where}: {text}")
+
+
+def _advice(where: str) -> str:
+    """Where the credentials of a cloud are looked for."""
+    scheme = where.partition("://")[0]
+    if scheme in {"s3", "s3a"}:
+        names, public = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL", "AWS_SKIP_SIGNATURE"
+    elif scheme in {"gs", "gcs"}:
+        names, public = "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SKIP_SIGNATURE"
+    else:
+        names, public = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", "AZURE_SKIP_SIGNATURE"
+    return f"check in this process' environment: {names}; {public}=true reads what is public without any"
 
 
 def _rebuild(location: Location, policy: RetryPolicy, known: KnownObjects) -> ObjectStore:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
 from urllib.parse import unquote, urlsplit
 
 
@@ -131,7 +132,7 @@ class WebServer:
         while self._connections and time.monotonic() < deadline:
             time.sleep(0.002)
 
-    def __enter__(self) -> WebServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
