@@ -63,6 +63,7 @@ class ReadJob:
         spec: what samples consist of.
         threads: units fetched at once by one task.
         prefetch_bytes: bytes that one task may have fetched or under way, beyond the unit that is due.
+        outage_s: seconds for which a unit is asked for again when its store does not answer, beyond the store's own retries.
         key: names the job, so that a worker process keeps what it has opened from task to task.
     """
 
@@ -71,6 +72,7 @@ class ReadJob:
     spec: SampleSpec
     threads: int = _FETCH_THREADS
     prefetch_bytes: int = _PREFETCH_BYTES
+    outage_s: float = 240.0
     key: str = field(default_factory=lambda: uuid4().hex)
 
     @classmethod
@@ -90,7 +92,7 @@ class ReadJob:
 
     def reader(self, counters: Counters) -> UnitReader:
         """A reader of the job's units."""
-        return UnitReader(self.source, self.index, self.spec, counters)
+        return UnitReader(self.source, self.index, self.spec, counters, outage_s=self.outage_s)
 
     def indexed(self, change: Callable[[VideoIndex], VideoIndex]) -> ReadJob:
         """The same job with its index changed, for example for use on other nodes."""

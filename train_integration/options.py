@@ -181,7 +181,8 @@ def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription
     units = dataset.units(lane_frames=config.lane_frames if config.plan.strategy in {"lanes", "reservoir"} else None)
     order = np.argsort(dataset.selection)
     lengths = EpisodeLengths((dataset.selection[order],), (dataset.lengths[order],))
-    job = ReadJob.of(dataset, threads=config.fetch_threads)
+    # The store's error says more than the watchdog's, so it comes first.
+    job = ReadJob.of(dataset, threads=config.fetch_threads, outage_s=0.8 * config.stall_s)
     # Files whose times disagree with their pictures can hold more of an episode than LeRobot's measure, which goes by time.
     reserved = np.maximum(units.bytes, dataset.payload_bytes(units))
     return StreamDescription(config, job, units, lengths, dataset.damage, dataset.render or config.render, reserved)

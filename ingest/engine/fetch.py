@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +20,17 @@ from ingest.engine.counters import Counters
 from ingest.engine.episodes import EpisodeReader
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData, UnitRows, localise
-from ingest.errors import ChecksumError, DamagedDataError, PictureCountError
+from ingest.errors import ChecksumError, DamagedDataError, PictureCountError, TransientStorageError
 from ingest.lerobot.rows import EpisodeRows
 from ingest.lerobot.source import Source
 from ingest.storage.local import LocalStore
 from ingest.video.fetch import SpanFetcher
 from ingest.video.index import VideoIndex, WatchingIndex
+
+_LOG = logging.getLogger("reelray.fetch")
+_OUTAGE_PAUSE_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +58,15 @@ class UnitReader:
         index: sample tables of its video files.
         spec: what samples consist of.
         counters: receives bytes and seconds.
+        outage_s: seconds for which a unit is asked for again when the store does not answer, beyond the store's own retries.
     """
 
-    def __init__(self, source: Source, index: VideoIndex, spec: SampleSpec, counters: Counters) -> None:
+    def __init__(self, source: Source, index: VideoIndex, spec: SampleSpec, counters: Counters, *, outage_s: float = 0.0) -> None:
         self._source = source
         self._index = index
         self._spec = spec
         self._counters = counters
+        self._outage_s = outage_s
         self._rows = EpisodeReader(source, spec.stored_keys)
         self._spans = SpanFetcher(source.store)
         # Only local files can be compared at every read: elsewhere an identity costs a request, and commits do not change.
@@ -68,6 +79,13 @@ class UnitReader:
             DamagedDataError: rows or bytes that should be there are missing or wrong; the episode is named.
             StorageError: the store failed.
         """
+        return ride_out(lambda: self._read(request), self._outage_s, self._again)
+
+    def _again(self, error: TransientStorageError) -> None:
+        self._counters.add("reelray_retries")
+        _LOG.warning("%s does not answer; what is wanted of it is asked for again: %s", self._source.store.url, error)
+
+    def _read(self, request: UnitRequest) -> UnitData:
         start = perf_counter()
         try:
             length = int(self._source.episodes.length[self._source.episodes.row(request.episode)])
@@ -126,3 +144,39 @@ class UnitReader:
         if f"episode {episode}" not in str(error) and not error.episodes:
             error.args = (f"{error.dataset}: episode {episode}: {error}", *error.args[1:])
         return error
+
+
+def ride_out(
+    action: Callable[[], T],
+    outage_s: float,
+    again: Callable[[TransientStorageError], object],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Runs an action again while the store behind it does not answer.
+
+    Opening a dataset gives up after the store's own retries, since its address may be wrong. Once it is open, a network
+    that is away for a minute is worth waiting for: what depends on it would have to start again otherwise.
+
+    Args:
+        action: what to run.
+        outage_s: seconds from the first failure after which nothing is tried again; 0 tries once.
+        again: told each failure that is followed by another try.
+        clock: monotonic seconds.
+        sleep: waits.
+
+    Raises:
+        TransientStorageError: the store did not answer in time.
+    """
+    failed_at: float | None = None
+    while True:
+        try:
+            return action()
+        except TransientStorageError as error:
+            now = clock()
+            failed_at = now if failed_at is None else failed_at
+            if now - failed_at + _OUTAGE_PAUSE_S > outage_s:
+                raise
+            again(error)
+            sleep(_OUTAGE_PAUSE_S)
