@@ -4,7 +4,6 @@
 # (torch leaves some of its own signatures untyped)
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from ingest.errors import DamagedDataError, DatasetError
 from ingest.prefeature import layout
 from ingest.prefeature.config import DatasetConfig
-from ingest.prefeature.durable import FileDigest
+from ingest.prefeature.durable import FileDigest, hash_file
 from ingest.prefeature.findings import Report
 from ingest.prefeature.kvmath import FrozenTeacher, compare, input65, kv_accepted
 from ingest.prefeature.layout import RecordKey
@@ -132,11 +131,10 @@ class TrajectoryCheck:
         if not path.is_file():
             raise DamagedDataError(f"{name}: does not exist", file=name)
         if self._tools.full:
-            check_video(path, name, self._tools.config.sizes)
-            data = path.read_bytes()
-            found, wanted = FileDigest(len(data), hashlib.sha256(data).hexdigest()), self._tools.inventory.get(name)
+            found, wanted = hash_file(path), self._tools.inventory.get(name)
             if wanted is not None and wanted != found:
                 self.report.add("hash", f"content is {found}, the inventory says {wanted}", file=name)
+            check_video(path, name, self._tools.config.sizes)
 
     def _chunk(self, key: RecordKey) -> None:
         tools, config = self._tools, self._tools.config
