@@ -105,9 +105,13 @@ class Plan:
         if self.html is not None:
             write_plan_page(self.html, f"Plan of {self.src}", plan, report, runs)
         if self.json:
-            print_json(_report_json(self.src, plan, report, dataset, description.damage) | {"simulated": runs_table(runs)})
+            print_json(
+                _report_json(self.src, plan, report, dataset, description.damage)
+                | {"datasets": dataset_shares(plan, description), "simulated": runs_table(runs)}
+            )
         else:
             _show(plan, report, dataset, description.damage)
+            _show_datasets(dataset_shares(plan, description))
             _show_runs(runs)
         return 0
 
@@ -121,6 +125,29 @@ def _show_runs(runs: list[RankRun]) -> None:
         for run in runs[:_CONSUMERS_SHOWN]
     ]
     print_table(rows, ("rank", "steps", "first batch s", "total s", "waiting s", "waiting"))
+
+
+def dataset_shares(plan: EpochPlan, description: StreamDescription) -> list[dict[str, Any]]:
+    """What each dataset has, and how many samples of it are still to come."""
+    units = plan.units
+    pieces = plan.segment.pieces
+    sources = description.job.sources
+    samples = np.bincount(pieces.dataset, pieces.count, minlength=len(sources)).astype(np.int64)
+    frames = np.bincount(units.dataset, units.frames, minlength=len(sources)).astype(np.int64)
+    return [
+        {"dataset": number, "location": source.store.url, "frames": int(frames[number]), "samples": int(samples[number])}
+        for number, source in enumerate(sources)
+    ]
+
+
+def _show_datasets(shares: list[dict[str, Any]]) -> None:
+    if len(shares) > 1:
+        print()
+        total = max(1, sum(share["samples"] for share in shares))
+        rows = [
+            (share["dataset"], share["location"], share["frames"], share["samples"], f"{share['samples'] / total:.1%}") for share in shares
+        ]
+        print_table(rows, ("dataset", "location", "frames", "samples", "share"))
 
 
 def order_columns(
