@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from tinydata import SHORT
 from ingest.errors import DamagedDataError, DatasetError, StorageError
 from ingest.prefeature import layout
 from ingest.prefeature.config import read_config
-from ingest.prefeature.durable import remove_orphans, temporary_name, write_atomic, write_bytes, write_tensors
+from ingest.prefeature.durable import remove_file, remove_orphans, temporary_name, write_atomic, write_bytes, write_tensors
+from ingest.prefeature.journal import JournalWriter
+from ingest.prefeature.reader import read_tensors
 from ingest.prefeature.tensorfile import TensorSpec, parse_header, read_header
 
 DTYPES = st.sampled_from(["I64", "F32", "BF16", "BOOL", "U8"])
@@ -104,6 +107,45 @@ def test_a_writer_that_fails_keeps_the_old_file_and_leaves_nothing(tmp_path: Pat
             write_bytes(path, b"new")
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_data_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    replace = os.replace
+
+    def sync(descriptor: int) -> None:
+        seen.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else f"file of {os.fstat(descriptor).st_size} bytes")
+
+    def rename(source: Path, target: Path) -> None:
+        seen.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    write_bytes(tmp_path / "x", b"four")
+    assert seen == ["file of 4 bytes", "rename", "folder"]
+    seen.clear()
+    spec = TensorSpec("a", "BF16", (5,))
+    size = write_tensors(tmp_path / "y", [spec], {"a": torch.ones(5, dtype=torch.bfloat16)}, {}).size
+    assert seen == [f"file of {size} bytes", f"file of {size} bytes", "rename", "folder"]
+    seen.clear()
+    remove_file(tmp_path / "x")
+    remove_file(tmp_path / "x")
+    assert seen == ["folder"]
+    journal = JournalWriter(tmp_path, 0, "sha256:x")
+    seen.clear()
+    journal.append("frozen", {})
+    journal.close()
+    assert len(seen) == 1
+
+
+def test_bit_patterns_of_bf16_survive(tmp_path: Path) -> None:
+    bits = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    write_tensors(tmp_path / "x", [TensorSpec("a", "BF16", (65536,))], {"a": bits.view(torch.bfloat16)}, {})
+    read = read_tensors(tmp_path, "x")["a"]
+    assert torch.equal(read.view(torch.int16), bits)
+    carried = torch.from_numpy(read.view(torch.uint16).numpy().copy()).view(torch.bfloat16)
+    assert torch.equal(carried.view(torch.int16), bits)
 
 
 def raise_error() -> None:
