@@ -1,15 +1,16 @@
 """Measure planning: large plans, resume far into an epoch, re-sharing, mixing, and a simulated 100 TB epoch.
 
-    python benchmarks/plan.py [--out benchmarks/results/plan.json] [--quick] [--dataset NAME=DIR ...]
+    python -m benchmarks.plan [--out benchmarks/results/plan.json] [--quick] [--dataset NAME=DIR ...]
 
-Seconds are given by wall and by CPU; on a busy machine only the latter means much. A dataset is a LeRobotDataset v3
-directory, of which only the episode table and the GOP length (``NAME=DIR:GOP``) are used.
+Seconds are given by wall and by CPU; on a busy machine only the latter means much. Of a dataset, a LeRobotDataset v3
+directory, only the metadata and the index of its videos are used.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import time
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ingest.plan import Hardware, PlanSettings, Units, cut_units, measure_mixing, plan_epoch, report_plan, simulate
+from ingest.engine import open_dataset
+from ingest.engine.dataset import Dataset
+from ingest.plan import Hardware, Pieces, PlanSettings, Units, measure_mixing, plan_epoch, report_plan, simulate
+from ingest.video.spans import picture_span
 
 T = TypeVar("T")
 OFFSET = 10_000_000
@@ -84,6 +86,16 @@ def far_resume(quick: bool) -> dict[str, Any]:
         else:
             work = lambda settings=settings, cursor=cursor: next(plan_epoch(units, settings, cursor).rank(0).batches())  # noqa: E731
             _, figures[strategy] = timed(work)
+    figures["mixture of two datasets, lanes"] = far_mixture(units, step)
+    return figures
+
+
+def far_mixture(units: Units, step: int) -> dict[str, float]:
+    """The same of two datasets that are mixed one to three."""
+    both = Units(**{name: getattr(units, name) for name in Units.__slots__} | {"dataset": np.arange(len(units)) % 2})
+    settings = PlanSettings(strategy="lanes", weights=(1.0, 3.0), batch_size=BATCH)
+    cursor = plan_epoch(both, settings).cursor_at(step)
+    _, figures = timed(lambda: next(plan_epoch(both, settings, cursor).rank(0).batches()))
     return figures
 
 
@@ -123,52 +135,67 @@ def hundred_terabytes(quick: bool) -> dict[str, Any]:
     }
 
 
-def mixing(directory: Path, gop: int) -> dict[str, Any]:
-    """Orders of one dataset at equal decoded frames: distinct episodes per batch, and pictures decoded per picture."""
-    files = sorted((directory / "meta" / "episodes").rglob("*.parquet"))
-    table = pa.concat_tables([pq.read_table(file) for file in files])
-    lengths = table["length"].to_numpy()
-    key = next(name.split("/")[1] for name in table.column_names if name.startswith("videos/"))
-    video = table[f"videos/{key}/chunk_index"].to_numpy() * 1000 + table[f"videos/{key}/file_index"].to_numpy()
-    # Place of each episode in its own file: a GOP begins at every multiple of ``gop`` there.
-    begin = np.concatenate([np.cumsum(lengths[video == name]) - lengths[video == name] for name in dict.fromkeys(video.tolist())])
-    units = Units.from_lengths(lengths)
-    boundaries = {row: np.arange(-int(begin[row]) % gop, int(lengths[row]), gop) for row in range(len(units))}
-    figures: dict[str, Any] = {"episodes": len(units), "frames": int(lengths.sum()), "gop": gop}
+def mixing(directory: Path) -> dict[str, Any]:
+    """Orders of one dataset at equal decoded pictures: distinct episodes per batch, and pictures decoded per picture."""
+    dataset = open_dataset(directory)
+    whole = dataset.units()
+    figures: dict[str, Any] = {"episodes": dataset.num_episodes, "frames": dataset.num_frames, "cameras": len(dataset.spec.cameras)}
 
     def row(name: str, table: Units, **options: Any) -> int:
         plan = plan_epoch(table, PlanSettings(batch_size=BATCH, **options))
-        report, pieces = report_plan(plan), plan.rank(0).orders[0].pieces
-        lead = (begin[pieces.episode] + pieces.lo) % gop
-        lead = np.minimum(lead, begin[pieces.episode] + pieces.lo)
+        report = report_plan(plan)
         figures[name] = {
             "decoded_frames_held": int(report.peak_frames[0]),
             "episodes_per_batch_of_16": round(report.mixing.distinct_episodes, 2),
             "neighbour_frames": report.mixing.neighbour_frames,
             "uniform_distance": round(report.mixing.uniform_distance, 3),
-            "decode_amplification": round(float((pieces.hi - pieces.lo + lead).sum() / lengths.sum()), 4),
+            "decode_amplification": round(decode_amplification(dataset, plan.rank(0).orders[0].pieces), 4),
         }
         return int(report.peak_frames[0])
 
-    runs = cut_units(units, boundaries, max_frames=max(30, gop))
-    row("lanes, whole episodes", units, strategy="lanes")
+    runs = dataset.units(lane_frames=30)
+    row("lanes, whole episodes", whole, strategy="lanes")
     row("lanes, runs of 30 frames", runs, strategy="lanes")
     held = row("reservoir, runs of 30 frames", runs, strategy="reservoir")
     pool = 1
-    while row("remaining, at the reservoir's decoded frames", units, strategy="remaining", pool_size=pool) < held:
+    while row("remaining, at the reservoir's decoded frames", whole, strategy="remaining", pool_size=pool) < held:
         pool += 1
-    row("remaining, pool of 32", units, strategy="remaining")
-    row("round_robin, pool of 32", units, strategy="round_robin")
-    mixed = measure_mixing(plan_epoch(units, PlanSettings(strategy="episode_sequential", batch_size=BATCH)).rank(0))
+    row("remaining, pool of 32", whole, strategy="remaining")
+    row("round_robin, pool of 32", whole, strategy="round_robin")
+    mixed = measure_mixing(plan_epoch(whole, PlanSettings(strategy="episode_sequential", batch_size=BATCH)).rank(0))
     figures["episode_sequential"] = {"episodes_per_batch_of_16": round(mixed.distinct_episodes, 2)}
     return figures
+
+
+def decode_amplification(dataset: Dataset, pieces: Pieces) -> float:
+    """Pictures that are fed to decoders over pictures that are delivered, when each piece is decoded once."""
+    fed = shown = 0
+    for camera in dataset.spec.cameras:
+        for episode, lo, hi in zip(pieces.episode.tolist(), pieces.lo.tolist(), pieces.hi.tolist(), strict=True):
+            path, first, _ = dataset.source.pictures(episode, camera)
+            span = picture_span(dataset.index.table(path), range(first + lo, first + hi))
+            fed += span.stop - span.first
+            shown += hi - lo
+    return fed / shown if shown else 1.0
+
+
+def recordings() -> list[str]:
+    """The two recordings that mixing is measured on, where they are at hand."""
+    shared = os.environ.get("REELRAY_SHARED")
+    names = {"act_55ep": "v30_chenfei_act_55ep_synthvideo", "pusht_206ep": "v30_pusht_206ep_synthvideo"}
+    return [] if shared is None else [f"{name}={Path(shared) / 'data/datasets' / folder}" for name, folder in names.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "plan.json")
     parser.add_argument("--quick", action="store_true", help="a tenth of the size, and no replay of pool orders")
-    parser.add_argument("--dataset", action="append", default=[], metavar="NAME=DIR:GOP", help="measure mixing on a dataset")
+    parser.add_argument(
+        "--dataset",
+        action="append",
+        metavar="NAME=DIR",
+        help="measure mixing on a dataset; two recordings in $REELRAY_SHARED when not given",
+    )
     options = parser.parse_args()
     figures: dict[str, Any] = {
         "machine": {"python": platform.python_version(), "numpy": np.__version__, "processor": platform.machine()},
@@ -178,10 +205,9 @@ def main() -> None:
         "simulated_100_tb": hundred_terabytes(options.quick),
         "mixing": {},
     }
-    for given in options.dataset:
-        name, rest = given.split("=", 1)
-        directory, gop = rest.rsplit(":", 1)
-        figures["mixing"][name] = mixing(Path(directory), int(gop))
+    for given in recordings() if options.dataset is None else options.dataset:
+        name, directory = given.split("=", 1)
+        figures["mixing"][name] = mixing(Path(directory))
     figures["peak_rss_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,8 @@ def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection
         height, width, _ = spec.features[camera].picture_shape
         cost += lengths * float(height * width)
         mapped, spans = source.camera_map(camera), source.episodes.cameras[camera]
-        for number in np.unique(mapped.file[rows]):
-            here = np.flatnonzero(mapped.file[rows] == number)
-            table = index.table(mapped.paths[int(number)])
+        for number, here in _by_file(mapped.file[rows]):
+            table = index.table(mapped.paths[number])
             times = spans.from_timestamp[rows[here]], spans.to_timestamp[rows[here]]
             nbytes[here] += mini_mp4_sizes(table, episode_spans(table, *times))
     return Units.from_lengths(lengths, episodes=selection, nbytes=nbytes, cost=cost if spec.cameras else None)
@@ -47,11 +46,19 @@ def payload_bytes(units: Units, source: Source, index: VideoIndex, spec: SampleS
         mapped = source.camera_map(camera)
         first, stop = spec.reach_many((camera,), units.lo, units.hi, lengths)
         begin = mapped.first_picture[rows]
-        for number in np.unique(mapped.file[rows]):
-            here = np.flatnonzero((mapped.file[rows] == number) & (stop > first))
-            table = index.table(mapped.paths[int(number)])
+        for number, here in _by_file(mapped.file[rows]):
+            here = here[stop[here] > first[here]]
+            table = index.table(mapped.paths[number])
             nbytes[here] += payload_sizes(table, begin[here] + first[here], begin[here] + stop[here])
     return nbytes
+
+
+def _by_file(file: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Each file number that occurs, with the rows that have it."""
+    order = np.argsort(file, kind="stable")
+    numbers, starts = np.unique(file[order], return_index=True)
+    for number, rows in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+        yield number, rows
 
 
 def keep_runs(units: Units, row: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]) -> Units:
