@@ -22,6 +22,7 @@ from ingest.prefeature.tensorfile import read_header
 HASH_CACHE = f"{layout.LOGS}/hash_cache.json"
 UPLOAD_TRIES = 3
 PARTS = ("base", "text-kv", "all")
+_UNDER_WAY = b'{"state":"objects are being replaced; this mark attests nothing"}\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,9 @@ def sync(root: Path, remote: Remote, *, execute: bool, read_back: bool = True, t
         for path in first:
             _send(remote, root, path, digests[path], read_back)
         data = [path for path in stale if path not in first and path not in last]
+        if layout.SUCCESS in present and any(path in present for path in stale):
+            # whoever restores meanwhile is told at once, rather than after gigabytes that do not fit together
+            remote.write(layout.SUCCESS, _UNDER_WAY)
         _in_parallel(lambda path: _send(remote, root, path, digests[path], read_back), data, threads)
         now = remote.list()
         lost = [path for path, digest in sorted(digests.items()) if path not in last and now.get(path) != digest.size]
@@ -224,6 +228,18 @@ def parse_inventory_bytes(data: bytes) -> dict[str, FileDigest]:
 def in_part(path: str, part: str) -> bool:
     """Whether a file belongs to ``base`` (everything but the all-block text K/V), ``text-kv`` or ``all``."""
     return part == "all" or path.startswith(f"{layout.TEXT_KV}/") == (part == "text-kv")
+
+
+def local_build(root: Path) -> str | None:
+    """Fingerprint of the build in a folder, also when its configuration is damaged; None when nothing tells."""
+    try:
+        return str(read_json(root / layout.CONFIG)["fingerprint"])
+    except (MetadataError, KeyError):
+        pass
+    try:
+        return read_header(root, layout.NOISE).metadata.get("build_fingerprint")
+    except DamagedDataError:
+        return None
 
 
 def _sampled(path: str, share: float) -> bool:
@@ -268,10 +284,9 @@ def ensure(
         raise MetadataError(f"{remote.url}: the success mark does not attest the inventory; an upload is unfinished or was not validated")
     config_bytes = remote.read(layout.CONFIG)
     config = parse_config(parse_object(config_bytes, f"{remote.url}/{layout.CONFIG}"))
-    if (root / layout.CONFIG).exists():
-        here = read_config(root)
-        if here.fingerprint != config.fingerprint:
-            raise MetadataError(f"{root} holds build {here.fingerprint}, {remote.url} holds {config.fingerprint}; use another folder")
+    here = local_build(root)
+    if here not in (None, config.fingerprint):
+        raise MetadataError(f"{root} holds build {here}, {remote.url} holds {config.fingerprint}; use another folder")
     whole = parse_inventory_bytes(lines)
     chosen = {path: digest for path, digest in whole.items() if in_part(path, parts) or path in layout.LAST_FILES}
     root.mkdir(parents=True, exist_ok=True)

@@ -19,10 +19,14 @@ from ingest.errors import DamagedDataError, LocationError, MetadataError, Settin
 from ingest.prefeature import layout
 from ingest.prefeature.build import build_local
 from ingest.prefeature.config import fingerprint_of
+from ingest.prefeature.durable import write_tensors
+from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.merge import merge
+from ingest.prefeature.reader import read_tensors
 from ingest.prefeature.reference import ReferenceTeacher
 from ingest.prefeature.remote import Remote
 from ingest.prefeature.sync import ensure, sync
+from ingest.prefeature.tensorfile import read_header
 from ingest.prefeature.validate import validate
 
 
@@ -218,6 +222,53 @@ def test_ensure_repairs_exactly_the_damaged_file(dataset: Path, copy: Remote, da
     assert ensure(dataset, copy, parts="all", deep=True).restored == (STEP,)
     assert tree_digest(dataset) == before
     assert {other: other.stat().st_ino for other in inodes} == inodes
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "edited"])
+def test_ensure_repairs_the_configuration_itself(dataset: Path, copy: Remote, damage: str) -> None:
+    sync(dataset, copy, execute=True)
+    before = tree_digest(dataset)
+    path = dataset / layout.CONFIG
+    if damage == "gone":
+        path.unlink()
+    elif damage == "torn":
+        path.write_bytes(path.read_bytes()[:300])
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"seed": 5}), encoding="utf-8")
+    assert ensure(dataset, copy).restored == (layout.CONFIG,)
+    assert tree_digest(dataset) == before
+
+
+def test_a_torn_configuration_does_not_hide_another_build(dataset: Path, copy: Remote) -> None:
+    sync(dataset, copy, execute=True)
+    header = read_header(dataset, layout.NOISE)
+    specs = [entry.spec for entry in header.entries.values()]
+    other = dict(header.metadata) | {"build_fingerprint": "sha256:other"}
+    write_tensors(dataset / layout.NOISE, specs, read_tensors(dataset, layout.NOISE), other)
+    (dataset / layout.CONFIG).write_bytes(b"{")
+    with pytest.raises(MetadataError, match="holds build sha256:other"):
+        ensure(dataset, copy)
+
+
+def test_a_sync_that_breaks_off_takes_the_mark_away(dataset: Path, watched: tuple[Watched, Remote], tmp_path: Path) -> None:
+    fs, remote = watched
+    sync(dataset, remote, execute=True)
+    other = dataset / layout.step_path(RecordKey(0, 0, 1))
+    for path in (dataset / STEP, other):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    class Broken(set[str]):
+        def discard(self, element: str) -> None:
+            return None
+
+    fs.spoil = Broken({STEP})
+    with pytest.raises(StorageError):
+        sync(dataset, remote, execute=True)
+    with pytest.raises(MetadataError, match="an upload is unfinished or was not validated"):
+        ensure(tmp_path / "elsewhere", remote)
+    assert not list((tmp_path / "elsewhere").glob("steps"))
 
 
 def test_a_damaged_remote_is_never_restored_from(dataset: Path, copy: Remote, tmp_path: Path) -> None:
