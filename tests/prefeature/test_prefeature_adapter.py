@@ -148,6 +148,20 @@ def test_offloading_is_recorded_not_refused(choice: TeacherChoice, caplog: pytes
     assert "offloading is on" in caplog.text
 
 
+def test_the_transformer_stays_on_the_gpu(choice: TeacherChoice) -> None:
+    upstream = load_upstream(choice)
+    assert upstream.pipeline.options["enable_offloading"] is False
+    assert upstream.pipeline.options["enable_group_offloading"] is False
+    assert upstream.pipeline.options["transformer_dtype"] is torch.bfloat16
+    assert not HyWorldPlayTeacher(upstream, SHORT, checkpoint="x", checkpoint_sha256="y", device="cpu").spec.offloading
+
+
+def test_a_checkout_of_another_shape_is_named(choice: TeacherChoice) -> None:
+    (Path(choice.checkout) / "hyvideo" / "pipelines" / "worldplay_video_pipeline.py").write_text("", encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"does not have the expected shape .*HunyuanVideo_1_5_Pipeline"):
+        load_upstream(choice)
+
+
 def test_repeated_condition_rows_are_taken_per_frame(adapted: HyWorldPlayTeacher) -> None:
     rows = torch.randn(4, SHORT.hidden).to(torch.bfloat16)
     assert torch.equal(adapted._per_frame(rows, 4)[0], rows)
