@@ -23,6 +23,7 @@ class FooterCache:
         self._store = store
         self._limit = max(1, limit)
         self._footers: OrderedDict[str, Footer] = OrderedDict()
+        self._reading: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def get(self, path: str, make_error: Callable[[str], DatasetError] | None = None) -> Footer:
@@ -35,11 +36,22 @@ class FooterCache:
         Raises:
             RowsError: the file is missing, or has no readable footer.
         """
+        found = self._known(path)
+        if found is not None:
+            return found
+        with self._lock:
+            reading = self._reading.setdefault(path, threading.Lock())
+        # Threads that begin together need the same few footers: one of them reads, the others wait for it.
+        with reading:
+            return self._known(path) or self._read(path, make_error)
+
+    def _known(self, path: str) -> Footer | None:
         with self._lock:
             if path in self._footers:
                 self._footers.move_to_end(path)
-                return self._footers[path]
+            return self._footers.get(path)
 
+    def _read(self, path: str, make_error: Callable[[str], DatasetError] | None) -> Footer:
         def fail(message: str) -> RowsError:
             return RowsError(message, dataset=self._store.url, file=path)
 
@@ -47,5 +59,5 @@ class FooterCache:
         with self._lock:
             self._footers[path] = footer
             while len(self._footers) > self._limit:
-                self._footers.popitem(last=False)
+                self._reading.pop(self._footers.popitem(last=False)[0], None)
         return footer

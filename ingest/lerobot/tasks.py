@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ingest.errors import MetadataError, ObjectNotFoundError
 from ingest.lerobot.info import read_json
-from ingest.lerobot.parquet import ParquetSource, integer_column, python_values, read_columns
+from ingest.lerobot.parquet import ParquetSource, check_read_size, integer_column, python_values
 from ingest.storage.base import Store
 
 TASKS_PATH = "meta/tasks.parquet"
@@ -62,10 +62,15 @@ def read_tasks(store: Store) -> Tasks:
         MetadataError: missing, unreadable, without a text column, or one task_index with two texts.
     """
     source = ParquetSource(store, TASKS_PATH)
-    with source.opened() as file:
+    footer = source.footer()
+    with source.opened(footer) as file:
         names = source.column_names(file)
-        column = _text_column(file.schema_arrow, names, source)
-    table = read_columns(source, ["task_index", column])
+        wanted = ["task_index", _text_column(file.schema_arrow, names, source)]
+        source.check_columns(names, wanted)
+        check_read_size(footer, range(len(footer.groups)), wanted, source.where)
+        with source.faults():
+            table = file.read(columns=wanted, use_threads=False)
+    column = wanted[1]
     numbers = integer_column(table, "task_index", source)
     texts = python_values(table.column(column), column, lambda message: source.make_error(f"{source.where}: {message}"))
     known: dict[int, str] = {}

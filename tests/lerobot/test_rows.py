@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +23,14 @@ from spoilable import Dataset
 from ingest.errors import DatasetError, RowsError, SelectionError, UnsafeInputError
 from ingest.lerobot.columns import item_value, numeric_values
 from ingest.lerobot.footer import FooterError, parse_footer
+from ingest.lerobot.footercache import FooterCache
 from ingest.lerobot.info import Feature
 from ingest.lerobot.parquet import ParquetSource
 from ingest.lerobot.relocate import verify_data_files
 from ingest.lerobot.rows import RowReader, read_rows
 from ingest.lerobot.source import Source
+from ingest.storage.base import ByteRange
+from ingest.storage.wrapped import WrappedStore
 
 FILES = ("data/chunk-000/file-000.parquet", "data/chunk-000/file-001.parquet")
 
@@ -519,3 +524,29 @@ def test_nothing_of_a_parquet_is_unpickled(dataset: Dataset, tmp_path: Path) -> 
     dataset.edit_table(FILES[0], dress)
     assert read_rows(dataset.open(), 0).numbers["timestamp"].dtype == np.float32
     assert not mark.exists()
+
+
+class SlowStore(WrappedStore):
+    """Counts reads, and takes its time over each, so that threads meet."""
+
+    reads = 0
+
+    def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+        self.reads += 1
+        time.sleep(0.01)
+        return super().read_ranges(path, ranges)
+
+
+def test_threads_that_begin_together_read_each_footer_once(dataset: Dataset) -> None:
+    store = SlowStore(dataset.open().store)
+    footers = FooterCache(store, limit=1)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(footers.get, [FILES[0]] * 16))
+    assert store.reads == 1
+    assert all(footer is found[0] for footer in found)
+    assert footers.get(FILES[1]).num_rows > 0
+    assert footers.get(FILES[0]).num_rows == found[0].num_rows
+    assert store.reads == 3, "only one is kept"
+    for _ in range(2):
+        with pytest.raises(RowsError, match="missing"):
+            footers.get("data/chunk-000/file-009.parquet")
