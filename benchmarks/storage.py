@@ -1,12 +1,14 @@
 """What reading ranges buys over reading whole files, at several latencies and bandwidths; and what a cold start costs.
 
-Run from the checkout: ``python benchmarks/storage.py``; writes ``benchmarks/results/storage.json``. The server runs in a process of its
-own on this machine, so figures at latency 0 and full bandwidth are those of a Python web server, not of a network.
+First payload alone, then decoded batches of one rank of four. Run from the checkout: ``python -m benchmarks.storage``; writes
+``benchmarks/results/storage.json``. The server runs in a process of its own on this machine, so figures at latency 0 and full
+bandwidth are those of a Python web server, not of a network.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from servers.hub import HubEmulator
 from servers.ranges import RangeServer
 
+from benchmarks import remote_batches
 from ingest.storage.base import Store
 from ingest.storage.http import close_connections
 from ingest.storage.locations import parse_location
@@ -40,13 +43,13 @@ THREADS = 16
 BUDGET_BYTES = 24 << 20
 LATENCIES_S = (0.0, 0.02, 0.1)
 BANDWIDTHS = (None, 40e6)
+BATCH_BANDWIDTHS = (None, 5e6)
 PASSES = 3
 
 
-def _serve(pipe: Connection, latency_s: float, bytes_per_s: float | None) -> None:
+def _serve(pipe: Connection, latency_s: float, bytes_per_s: float | None, objects: dict[str, bytes] | None) -> None:
     random = Random(0)
-    objects = {f"videos/file-{number:03d}.mp4": random.randbytes(FILE_BYTES) for number in range(FILES)}
-    with RangeServer(objects) as server:
+    with RangeServer(objects or {f"videos/file-{number:03d}.mp4": random.randbytes(FILE_BYTES) for number in range(FILES)}) as server:
         server.latency_s, server.bytes_per_s = latency_s, bytes_per_s
         pipe.send(server.url)
         while pipe.recv() == "count":
@@ -55,11 +58,13 @@ def _serve(pipe: Connection, latency_s: float, bytes_per_s: float | None) -> Non
 
 
 @contextmanager
-def server(latency_s: float, bytes_per_s: float | None) -> Iterator[tuple[str, Callable[[], tuple[int, int]]]]:
+def server(
+    latency_s: float, bytes_per_s: float | None, objects: dict[str, bytes] | None = None
+) -> Iterator[tuple[str, Callable[[], tuple[int, int]]]]:
     """A range server in its own process: its address, and a call that returns and resets (requests, bytes sent)."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, latency_s, bytes_per_s))
+    process = context.Process(target=_serve, args=(there, latency_s, bytes_per_s, objects))
     process.start()
 
     def count() -> tuple[int, int]:
@@ -150,6 +155,20 @@ def compare(latency_s: float, bytes_per_s: float | None) -> dict[str, Any]:
     return results
 
 
+def batches() -> dict[str, Any]:
+    """Decoded batches at every latency, the bandwidth limited and not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_LEROBOT_HOME"] = str(Path(folder, "home"))
+        files = remote_batches.dataset_files(Path(folder, "made"))
+        rows = [
+            remote_batches.compare(functools.partial(server, objects=files), latency_s, bytes_per_s)
+            for bytes_per_s in BATCH_BANDWIDTHS
+            for latency_s in LATENCIES_S
+        ]
+        megabytes = sum(map(len, files.values())) / 1e6
+    return {"dataset_megabytes": round(megabytes, 2), "ranks": remote_batches.RANKS, "batch_size": remote_batches.BATCH, "compared": rows}
+
+
 def cold_start() -> dict[str, Any]:
     """Requests and seconds to open a Hub dataset of 1,000 videos: first process of a host, then the next."""
     files = {
@@ -192,6 +211,7 @@ def main() -> None:
             "passes": PASSES,
         },
         "compared": [compare(latency_s, bytes_per_s) for bytes_per_s in BANDWIDTHS for latency_s in LATENCIES_S],
+        "batches": batches(),
         "cold_start": cold_start(),
     }
     arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
