@@ -89,7 +89,7 @@ def deliver_locally(
     log_clamped_workers(plan)
     record = OrderRecord()
     segment = len(plan.cursor.segments) - 1
-    attempt = record.begin(epoch=plan.epoch, segment=segment, batches=plan.cursor.batches)
+    attempt = record.begin(plan.epoch, [one.batches for one in plan.cursor.segments])
     stop = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
     damage = DamageReport(list(description.damage.records))
     skips: list[tuple[int, int, int]] = []
@@ -251,7 +251,8 @@ def _deliver(config: dict[str, Any]) -> None:
     assert isinstance(shard, RankShard)  # made by EpisodeDataConfig
     ledger, digests, limit = config["ledger"], config["digests"], config["max_steps"]
     base = Cursor.from_json(shard.handles.cursor or "")
-    number, batches, skips = ray.get(ledger.join.remote(shard.attempt, shard.world_size, base.epoch, len(base.segments) - 1, base.batches))
+    committed = tuple(one.batches for one in base.segments)
+    number, batches, skips = ray.get(ledger.join.remote(shard.attempt, shard.world_size, base.epoch, committed))
     ray.get(ledger.started.remote(shard.rank, os.getpid()))
     cursor = base
     for skip in skips:

@@ -41,6 +41,7 @@ class JobSettings:
     Attributes:
         output_dir: where checkpoints, the order and the log go.
         world_size: Train workers, or ``(least, most)`` for an elastic group.
+        resize_after_s: seconds between looks at whether an elastic group can have another size.
         use_gpu: one GPU per worker.
         cpus_per_worker: logical CPUs that each worker reserves.
         max_failures: worker groups that may be lost.
@@ -50,6 +51,7 @@ class JobSettings:
 
     output_dir: Path
     world_size: int | tuple[int, int]
+    resize_after_s: float = 60.0
     use_gpu: bool = False
     cpus_per_worker: float = 1.0
     max_failures: int = 8
@@ -135,6 +137,7 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     manager = start_manager(settings.pool) if description.config.decode == "pool" else None
     scaling: Any = ScalingConfig(
         num_workers=settings.world_size,  # pyright: ignore[reportArgumentType]
+        elastic_resize_monitor_interval_s=settings.resize_after_s,
         use_gpu=settings.use_gpu,
         resources_per_worker=each,
     )

@@ -6,6 +6,7 @@ attempt delivered beyond that cursor are kept but marked as not committed: they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,20 +53,19 @@ class OrderRecord:
     def __init__(self) -> None:
         self._parts: list[_Part] = []
         self._attempt = -1
-        self._committed_to: list[tuple[int, int, int]] = []  # per attempt start: epoch, segment, batches
+        self._committed_to: list[tuple[int, tuple[int, ...]]] = []  # per attempt start: epoch, batches of each of its segments
         self._next_step: dict[tuple[int, int], int] = {}  # (epoch, rank) of this attempt → batches delivered
         self._finished: dict[tuple[int, int], int] = {}
 
-    def begin(self, *, epoch: int, segment: int, batches: int) -> int:
+    def begin(self, epoch: int, batches: Sequence[int]) -> int:
         """Starts an attempt at a cursor and returns its number.
 
         Args:
             epoch: epoch of the cursor.
-            segment: number of topology segments before the one that now runs.
-            batches: batches that every rank had committed in the last segment of the cursor.
+            batches: batches that every rank had committed in each topology segment of the epoch, the one that now runs last.
         """
         self._attempt += 1
-        self._committed_to.append((epoch, segment, batches))
+        self._committed_to.append((epoch, tuple(batches)))
         self._next_step.clear()
         self._finished.clear()
         return self._attempt
@@ -112,12 +112,13 @@ class OrderRecord:
         return {name: values[order] for name, values in joined.items()}
 
 
-def _before(part: _Part, start: tuple[int, int, int]) -> NDArray[np.bool_]:
+def _before(part: _Part, start: tuple[int, tuple[int, ...]]) -> NDArray[np.bool_]:
     """Which rows of a part lie before the cursor at which a later attempt started."""
-    epoch, segment, batches = start
+    epoch, batches = start
     rows_epoch, step = part.rows["epoch"], part.rows["step"]
-    same = (step < batches) if part.segment == segment else np.full(len(step), part.segment < segment)
-    return (rows_epoch < epoch) | ((rows_epoch == epoch) & same)
+    # What was delivered in a segment beyond its last checkpoint is shared again, among other ranks.
+    committed = batches[part.segment] if part.segment < len(batches) else 0
+    return (rows_epoch < epoch) | ((rows_epoch == epoch) & (step < committed))
 
 
 def order_table(columns: Rows) -> pa.Table:
@@ -149,27 +150,34 @@ class _Ledger:
         self._log: list[dict[str, float]] = []
         self._skips: dict[tuple[int, int, int], dict[str, object]] = {}
 
-    def join(self, group: str, world_size: int, epoch: int, segment: int, start: int) -> tuple[int, int, list[tuple[int, int, int]]]:
-        """Attempt number, batches from which the group goes on, and episodes skipped so far."""
+    def join(self, group: str, world_size: int, epoch: int, segments: tuple[int, ...]) -> tuple[int, int, list[tuple[int, int, int]]]:
+        """Attempt number, batches from which the group goes on, and episodes skipped so far.
+
+        Args:
+            group: names the worker group, equal on all its ranks.
+            world_size: its ranks.
+            epoch: epoch of the cursor that the run started with.
+            segments: batches committed in each of that cursor's segments.
+        """
         if group not in self._groups:
-            batches = start
+            batches = segments[-1]
             if self._groups:
                 _, before = next(reversed(self._groups.values()))
                 done = self._record.committed_batches(epoch, world_size, before)
                 batches = self._record.last_step(epoch, before) if done is None else done
-            self._begin(group, epoch, segment, batches)
+            self._begin(group, epoch, (*segments[:-1], batches))
         attempt, batches = self._groups[group]
         return attempt, batches, list(self._skips)
 
-    def begin_group(self, group: str, epoch: int, segment: int, batches: int) -> int:
-        """Attempt number of a worker group that goes on from a checkpoint's cursor."""
+    def begin_group(self, group: str, epoch: int, segments: tuple[int, ...]) -> int:
+        """Attempt number of a worker group that goes on from a cursor with that epoch and those batches in its segments."""
         if group not in self._groups:
-            self._begin(group, epoch, segment, batches)
+            self._begin(group, epoch, segments)
         return self._groups[group][0]
 
-    def _begin(self, group: str, epoch: int, segment: int, batches: int) -> None:
-        self._attempt = self._record.begin(epoch=epoch, segment=segment, batches=batches)
-        self._groups[group] = (self._attempt, batches)
+    def _begin(self, group: str, epoch: int, segments: tuple[int, ...]) -> None:
+        self._attempt = self._record.begin(epoch, segments)
+        self._groups[group] = (self._attempt, segments[-1] if segments else 0)
         self._error = None
 
     def started(self, rank: int, pid: int) -> None:

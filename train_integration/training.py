@@ -131,7 +131,8 @@ class _Recorder:
         self._stream = stream
         self._plan = plan
         self._pending: Any = None
-        self._attempt: Any = ray.get(ledger.begin_group.remote(shard.attempt, stream.epoch, stream.segment, stream.step))
+        cursor = stream.cursor()
+        self._attempt: Any = ray.get(ledger.begin_group.remote(shard.attempt, cursor.epoch, tuple(one.batches for one in cursor.segments)))
         ray.get(ledger.started.remote(shard.rank, os.getpid()))
 
     def add(self, batch: dict[str, Any], step: int, loss: float) -> None:

@@ -57,8 +57,7 @@ def _by_file(file: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int64]]]
     """Each file number that occurs, with the rows that have it."""
     order = np.argsort(file, kind="stable")
     numbers, starts = np.unique(file[order], return_index=True)
-    for number, rows in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
-        yield number, rows
+    yield from zip(numbers.tolist(), np.split(order, starts[1:]), strict=True)
 
 
 def keep_runs(units: Units, row: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]) -> Units:
