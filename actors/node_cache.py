@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +25,8 @@ from ingest.video.sidecar.lookup import IndexRequest, SidecarIndex
 from ingest.video.tables import SampleTable
 
 _LOG = logging.getLogger("reelray.actors")
-_ATTEMPTS = 5
+_ATTEMPTS = 7
+_LONGEST_PAUSE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +147,14 @@ class NodeIndex:
         manager: Any = self.manager
         node_id = ray.get_runtime_context().get_node_id()
         lost: RayActorError | None = None
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
                 cache: Any = ray.get(manager.node_cache.remote(node_id))
                 return ray.get(cache.index.remote(self.request, self.shelf))
             except RayActorError as error:
-                lost = error  # Ray restarts the cache; what it had built is on the disk
+                # Ray restarts the cache in a second or two, and refuses calls meanwhile; what it had built is on the disk.
+                lost = error
+                time.sleep(min(0.2 * 2**attempt, _LONGEST_PAUSE_S))
             except RayTaskError as error:
                 if isinstance(error.cause, ReelrayError):
                     raise error.cause from error
