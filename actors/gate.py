@@ -20,6 +20,7 @@ class PlanGate:
 
     def __init__(self) -> None:
         self._granted: dict[str, int] = {}
+        self._asked = False
         self._changed = asyncio.Condition()
 
     async def grant(self, key: str, granted: int) -> None:
@@ -28,11 +29,18 @@ class PlanGate:
             self._granted[key] = max(granted, self._granted.get(key, 0)) if granted >= 0 else _CLOSED
             self._changed.notify_all()
 
-    async def wait(self, key: str, number: int) -> bool:
-        """Returns once it is known whether a unit of a list may be fetched; False when nobody wants it any more."""
+    async def wait(self, key: str, number: int) -> int:
+        """Waits until a unit of a list may be fetched; returns the number below which all may be, or -1 when nobody wants any more."""
         async with self._changed:
+            self._asked = True
+            self._changed.notify_all()
             await self._changed.wait_for(lambda: self._granted.get(key, 0) > number)
-            return self._granted[key] != _CLOSED
+            return -1 if self._granted[key] == _CLOSED else self._granted[key]
+
+    async def asked(self) -> None:
+        """Returns once a read task has asked for its first unit: readers are up."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._asked)
 
 
 def start_gate() -> Any:

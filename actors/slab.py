@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ingest.engine.blocks import Block, BlockRecycler
 from ingest.engine.frames import SlotAllocator
 from ingest.errors import ResourceUnavailableError, StreamClosedError
 
@@ -63,6 +64,38 @@ class _Slots:
         return self._bytes[start : start + nbytes].view(dtype).reshape(tuple(shape))
 
 
+class _SharedFile:
+    """An anonymous file that other processes of the node can map while it is open: one page with a token, then the slots."""
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._token = secrets.token_bytes(16)
+        self._descriptor = os.memfd_create("reelray-frames", os.MFD_CLOEXEC)
+        try:
+            self.memory = self.resized(slots)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise ResourceUnavailableError(
+                f"cannot map {slots} frame slots of {slot_bytes} bytes ({slots * slot_bytes / 2**30:.2f} GiB): "
+                f"{error.strerror}; lower decoded_budget_gb"
+            ) from error
+        self.memory[:16] = self._token
+
+    def resized(self, slots: int) -> mmap.mmap:
+        """Makes room for that many slots; a mapping of all of them. Older mappings show the same memory."""
+        self.slots = slots
+        os.ftruncate(self._descriptor, _PAGE + slots * self._slot_bytes)
+        self.memory = mmap.mmap(self._descriptor, _PAGE + slots * self._slot_bytes)
+        return self.memory
+
+    @property
+    def handle(self) -> SlabHandle:
+        return SlabHandle(os.getpid(), self._descriptor, self._token, self._slot_bytes, self.slots)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 class FrameSlab:
     """The owner's side: allocates slots and reads pictures from them. Implements `ingest.engine.frames.FrameStore`.
 
@@ -74,25 +107,14 @@ class FrameSlab:
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
         self.slots = slots
-        self._token = secrets.token_bytes(16)
-        self._descriptor = os.memfd_create("reelray-frames", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self._descriptor, _PAGE + slots * self.slot_bytes)
-            self._memory = mmap.mmap(self._descriptor, _PAGE + slots * self.slot_bytes)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise ResourceUnavailableError(
-                f"cannot map {slots} frame slots of {self.slot_bytes} bytes ({slots * self.slot_bytes / 2**30:.2f} GiB): "
-                f"{error.strerror}; lower decoded_budget_gb"
-            ) from error
-        self._memory[:16] = self._token
-        self._slots: _Slots | None = _Slots(self._memory, self.slot_bytes)
+        self._file = _SharedFile(self.slot_bytes, slots)
+        self._slots: _Slots | None = _Slots(self._file.memory, self.slot_bytes)
         self._allocator = SlotAllocator(slots)
 
     @property
     def handle(self) -> SlabHandle:
         """What decode actors on this node need to write into the slab."""
-        return SlabHandle(os.getpid(), self._descriptor, self._token, self.slot_bytes, self.slots)
+        return self._file.handle
 
     @property
     def free(self) -> int:
@@ -115,27 +137,78 @@ class FrameSlab:
     def release(self, slots: Sequence[int] | NDArray[np.int32]) -> None:
         self._allocator.release(slots)
 
-    def replace_lost(self, slots: Sequence[int] | NDArray[np.int32]) -> None:
-        """Gives up slots that a lost decoder may still write to, and adds as many new ones.
+    def replace_lost(self, slots: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """Gives up slots that a lost decoder may still write to, adds as many new ones, and reserves those.
 
         A decoder that is unreachable may be alive. Its slots must never be used again, or it could paint an old picture
         over a new one; so the slab grows by what was lost.
         """
         count = len(slots)
-        grown = _PAGE + (self.slots + count) * self.slot_bytes
-        os.ftruncate(self._descriptor, grown)
-        # The old mapping stays alive as long as views of it do; the new one shows the same memory and more.
-        self._memory = mmap.mmap(self._descriptor, grown)
-        self._slots = _Slots(self._memory, self.slot_bytes)
+        self._slots = _Slots(self._file.resized(self.slots + count), self.slot_bytes)
         self.slots += count
         self._allocator.grow(count)
+        return self.reserve(count)
 
     def close(self) -> None:
         if self._slots is None:
             return
         self._allocator.close()
         self._slots = None
-        os.close(self._descriptor)
+        self._file.close()
+
+
+class BlockSlab:
+    """Memory of whole batches that decode actors write to. Implements `ingest.engine.blocks.BlockStore`.
+
+    Args:
+        slot_bytes: bytes of one picture; slots follow each other without gaps.
+        batch: pictures of one block.
+        blocks: blocks to map at first; more are mapped when they are needed. Memory is taken as blocks are first written.
+    """
+
+    def __init__(self, slot_bytes: int, batch: int, blocks: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._batch = batch
+        self._file = _SharedFile(slot_bytes, blocks * batch)
+        self._slots: _Slots | None = _Slots(self._file.memory, slot_bytes)
+        self._recycler = BlockRecycler()
+        self._lock = threading.Lock()
+
+    @property
+    def handle(self) -> SlabHandle:
+        """What decode actors on this node need to write into the blocks."""
+        return self._file.handle
+
+    def take(self) -> Block:
+        with self._lock:
+            if self._slots is None:
+                raise StreamClosedError("the batch memory is closed")
+            number, _ = self._recycler.take()
+            mapped = self._file.slots // self._batch
+            if number >= mapped:
+                # Every resize is a new mapping, whose pages are cold in all processes: few and large ones.
+                self._slots = _Slots(self._file.resized((mapped + max(1, mapped // 2)) * self._batch), self.slot_bytes)
+            size = self._batch * self.slot_bytes
+            memory = np.frombuffer(self._file.memory, np.uint8, size, _PAGE + number * size)
+            self._recycler.watch(number, memory)
+        return Block(number * self._batch, memory)
+
+    def view(self, slot: int, shape: Sequence[int], dtype: DTypeLike) -> NDArray[np.generic]:
+        if self._slots is None:
+            raise StreamClosedError("the batch memory is closed")
+        return self._slots.view(slot, shape, dtype)
+
+    def replace_lost(self, slots: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """The same slots: a lost decoder that still runs writes the same pictures. Their blocks are not used for others."""
+        for number in {int(slot) // self._batch for slot in slots}:
+            self._recycler.retire(number)
+        return np.asarray(slots, np.int32)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._slots is not None:
+                self._slots = None
+                self._file.close()
 
 
 class AttachedSlabs:

@@ -50,6 +50,9 @@ UNITS_PER_TASK = 64
 T = TypeVar("T")
 
 _FETCH_THREADS = 4
+_AHEAD_PER_THREAD = 2
+"""Units under way or waiting for each fetching thread."""
+
 _PREFETCH_BYTES = 64 << 20
 
 
@@ -133,16 +136,16 @@ class UnitList:
 
 
 class EpisodeDatasource(Datasource):
-    """One row per unit, in the order of ``units``.
+    """Units in the order of ``units``, a few to a row: every row costs its way through Ray, so what is ready together travels together.
 
-    Rows hold ``ordinal``, ``episode``, ``header``, ``payload``, ``error`` and ``counts``; see `unpack_row`. A unit that
-    cannot be read is a row with an ``error``, so that the consumer's damage policy decides, and not Ray.
+    Rows hold lists ``ordinal``, ``header``, ``payload`` and ``error``, and ``counts``; see `unpack_row`. A unit that
+    cannot be read has an ``error``, so that the consumer's damage policy decides, and not Ray.
 
     Args:
         job: reference to a `ReadJob`.
         units: what to read.
-        gate: actor whose ``wait(key, ordinal)`` returns when it is known whether a unit may be fetched; None fetches
-            without asking.
+        gate: actor whose ``wait(key, ordinal)`` returns, once a unit may be fetched, the number below which all may be, or -1
+            when none is wanted any more; None fetches without asking.
         gate_key: names the list of units to the gate.
     """
 
@@ -175,12 +178,15 @@ class EpisodeDatasource(Datasource):
     def _task(self, units: UnitList, row_limit: int | None) -> ReadTask:
         job, gate, key = self._job, self._gate, self._gate_key
 
+        granted = 0
+
         def may_fetch(ordinal: int) -> bool:
+            nonlocal granted
             # Without its gate a task still keeps to the bytes of its own job.
             with contextlib.suppress(RayError):
-                if gate is not None:
-                    return bool(ray.get(gate.wait.remote(key, ordinal)))
-            return True
+                if gate is not None and 0 <= granted <= ordinal:
+                    granted = int(ray.get(gate.wait.remote(key, ordinal)))
+            return granted >= 0
 
         def read() -> Iterator[pa.Table]:
             yield from _read_rows(ray.get(job), units, may_fetch)
@@ -189,16 +195,15 @@ class EpisodeDatasource(Datasource):
         return ReadTask(read, metadata, per_task_row_limit=row_limit)
 
 
-def unpack_row(table: pa.Table, row: int) -> tuple[int, UnitData | ReelrayError, dict[str, float]]:
-    """A row of `EpisodeDatasource`: its ordinal, the unit or the error that kept it from being read, and counts."""
-    ordinal = int(table.column("ordinal")[row].as_py())
+def unpack_row(table: pa.Table, row: int) -> tuple[list[tuple[int, UnitData | ReelrayError]], dict[str, float]]:
+    """A row of `EpisodeDatasource`: ordinals with the unit or the error that kept it from being read, and counts."""
+    columns = [table.column(name)[row].as_py() for name in ("ordinal", "header", "payload", "error")]
+    units = [
+        (ordinal, load_error(error) if error is not None else unpack_unit(header, payload))
+        for ordinal, header, payload, error in zip(*columns, strict=True)
+    ]
     counts: dict[str, float] = json.loads(table.column("counts")[row].as_py())
-    error = table.column("error")[row].as_py()
-    if error is not None:
-        return ordinal, load_error(error), counts
-    header = table.column("header")[row].as_py()
-    payload = table.column("payload")[row].as_py()
-    return ordinal, unpack_unit(header, payload), counts
+    return units, counts
 
 
 def dump_error(error: ReelrayError) -> str:
@@ -247,42 +252,59 @@ def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], bool]) 
             return b"", b"", dump_error(error)
 
     counted = counters.totals()
-    for number, (header, payload, error) in enumerate(in_order(read, units.nbytes, job.threads, job.prefetch_bytes)):
+    done = 0
+    for parcel in in_parcels(read, units.nbytes, job.threads, job.prefetch_bytes):
         totals = counters.totals()
         counts = {name: value - counted[name] for name, value in totals.items() if value != counted[name]}
         counted = totals
+        headers, payloads, errors = zip(*parcel, strict=True)
         yield pa.table(
             {
-                "ordinal": pa.array([int(units.ordinal[number])], pa.int64()),
-                "episode": pa.array([int(units.episode[number])], pa.int64()),
-                "header": pa.array([header], pa.large_binary()),
-                "payload": pa.array([payload], pa.large_binary()),
-                "error": pa.array([error], pa.string()),
+                "ordinal": pa.array([units.ordinal[done : done + len(parcel)].tolist()], pa.list_(pa.int64())),
+                "header": pa.array([headers], pa.large_list(pa.large_binary())),
+                "payload": pa.array([payloads], pa.large_list(pa.large_binary())),
+                "error": pa.array([errors], pa.list_(pa.string())),
                 "counts": pa.array([json.dumps(counts)], pa.string()),
             }
         )
+        done += len(parcel)
 
 
 def in_order(read: Callable[[int], T], nbytes: NDArray[np.int64], threads: int, budget: int) -> Iterator[T]:
-    """Runs ``read(0), read(1), …`` in threads and yields the results in order.
+    """Runs ``read(0), read(1), …`` in threads and yields the results in order; see `in_parcels`."""
+    for parcel in in_parcels(read, nbytes, threads, budget):
+        yield from parcel
+
+
+def in_parcels(read: Callable[[int], T], nbytes: NDArray[np.int64], threads: int, budget: int) -> Iterator[list[T]]:
+    """Runs ``read(0), read(1), …`` in threads and yields the results in order, those together that are ready together.
 
     A read starts only when the bytes of everything under way or waiting, and its own, fit the budget, or when it is
     the one that is due: credits are granted in order, so nothing that is due ever waits for something later.
     """
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="reelray-fetch") as pool:
         ahead: deque[Future[T]] = deque()
-        held = 0
-        following = 0
+        held = due = 0
+
+        def start_more() -> None:
+            nonlocal held
+            while (following := due + len(ahead)) < len(nbytes) and len(ahead) < _AHEAD_PER_THREAD * threads:
+                if following > due and held + int(nbytes[following]) > budget:
+                    return
+                ahead.append(pool.submit(read, following))
+                held += int(nbytes[following])
+
         try:
-            for due in range(len(nbytes)):
-                while (
-                    following < len(nbytes) and len(ahead) < 2 * threads and (following == due or held + int(nbytes[following]) <= budget)
-                ):
-                    ahead.append(pool.submit(read, following))
-                    held += int(nbytes[following])
-                    following += 1
-                yield ahead.popleft().result()
-                held -= int(nbytes[due])
+            while due < len(nbytes):
+                start_more()
+                first, parcel = due, [ahead.popleft().result()]
+                while ahead and ahead[0].done():
+                    parcel.append(ahead.popleft().result())
+                due += len(parcel)
+                # What follows is fetched while the consumer is busy with these.
+                start_more()
+                yield parcel
+                held -= int(nbytes[first:due].sum())
         finally:
             for waiting in ahead:
                 waiting.cancel()

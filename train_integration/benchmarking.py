@@ -30,7 +30,6 @@ from ingest.errors import BenchmarkError, SettingsError
 from ingest.plan import EpochPlan, plan_epoch
 from train_integration.ceiling import CeilingFigures, measure_ceiling
 from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
-from train_integration.feed import warm_readers
 from train_integration.options import StreamDescription
 from train_integration.process_usage import ProcessTree, Usage, machine
 
@@ -341,9 +340,9 @@ def _consume(config: dict[str, Any]) -> None:
         spec = stream.description.job.spec
         per_sample = sum(spec.windows.size(camera) or 1 for camera in spec.cameras)
         if shard.handles.manager is not None:
-            # Pool and readers start with open(); a training job loads its model meanwhile, a measurement has nothing to load.
             ray.get(shard.handles.manager.decode_pool.remote(ray.get_runtime_context().get_node_id()))
-        ray.get(warm_readers())
+        # A training job loads its model meanwhile, a measurement has nothing to load.
+        stream.prepare(timeout_s=60.0)
         ray.get(gate.begin.remote())
         for _ in stream:
             delivery = stream.delivery

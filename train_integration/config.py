@@ -22,7 +22,7 @@ from ingest.engine.counters import Counters
 from ingest.errors import ResourceUnavailableError, SettingsError
 from ingest.plan import Cursor
 from train_integration.decoding import DecodeBackend, InlineDecoding, PoolDecoding
-from train_integration.feed import RayFeed, warm_readers
+from train_integration.feed import RayFeed
 from train_integration.options import StreamDescription, decoded_budget_bytes
 from train_integration.stream import SampleStream
 
@@ -83,7 +83,6 @@ class RankShard:
         description: StreamDescription = ray.get(handles.description)
         if cursor is None and handles.cursor is not None:
             cursor = Cursor.from_json(handles.cursor)
-        warm_readers()
         return SampleStream(
             description,
             self.rank,

@@ -26,6 +26,7 @@ class ByteLedger:
     Args:
         limit_bytes: most bytes granted at a time.
         window: units granted beyond those that have arrived, at most, for lists that say nothing else.
+        paused: grant nothing until `resume`.
 
     Attributes:
         changed: guards and announces every change.
@@ -34,9 +35,10 @@ class ByteLedger:
         lists: open work lists, in the order in which they are delivered.
     """
 
-    def __init__(self, limit_bytes: int, *, window: int = DEFAULT_WINDOW) -> None:
+    def __init__(self, limit_bytes: int, *, window: int = DEFAULT_WINDOW, paused: bool = False) -> None:
         self.limit_bytes = limit_bytes
         self.window = window
+        self.paused = paused
         self.changed = threading.Condition(threading.RLock())
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -53,8 +55,16 @@ class ByteLedger:
         self.held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
+    def resume(self) -> None:
+        """Ends a pause."""
+        with self.changed:
+            self.paused = False
+            self.grant()
+
     def grant(self) -> None:
         """Grants what fits, list after list: a later one gets nothing while an earlier one waits. The caller holds ``changed``."""
+        if self.paused:
+            return
         for credits in self.lists:
             if not credits.advance():
                 break
@@ -153,7 +163,12 @@ class UnitCredits:
     def starved(self, number: int) -> bool:
         """Whether a unit waits for bytes that only later batches would free: it would wait for ever."""
         with self._changed:
-            return not self._closed and self._granted <= number and self._arrived == self._granted and not self._leaving
+            return (
+                not (self._closed or self.ledger.paused)
+                and self._granted <= number
+                and self._arrived == self._granted
+                and not self._leaving
+            )
 
     def close(self) -> None:
         """Gives everything back and wakes all who wait. Idempotent."""

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from actors.decode_pool import DecodeAnswer, DecodeRequest
 from actors.pool_client import DecodePoolClient
-from actors.slab import FrameSlab
+from actors.slab import BlockSlab, FrameSlab
 from actors.stream_metrics import PoolLoad
+from ingest.engine.blocks import BlockStore, HeapBlocks
 from ingest.engine.counters import Counters
 from ingest.engine.frames import FrameStore, HeapFrames
 from ingest.engine.pictures import PictureForm, decode_run, located
@@ -32,9 +33,19 @@ class DecodeBackend(Protocol):
         """Slots that this back end can write to."""
         ...
 
+    def make_blocks(self, slot_bytes: int, batch: int, blocks: int) -> BlockStore:
+        """Memory of batches that this back end can write to.
+
+        Args:
+            slot_bytes: bytes of one picture.
+            batch: pictures of one block.
+            blocks: blocks that will be in use at a time, about.
+        """
+        ...
+
     def submit(
         self,
-        frames: FrameStore,
+        frames: FrameStore | BlockStore,
         track: Track,
         episode: int,
         wanted: NDArray[np.int64],
@@ -76,16 +87,21 @@ class PoolDecoding:
         self._client = client
         self._dataset = dataset
         self._forget = forget
-        self._slabs: list[FrameSlab] = []
+        self._slabs: list[FrameSlab | BlockSlab] = []
 
     def make_frames(self, slot_bytes: int, slots: int) -> FrameSlab:
         slab = FrameSlab(slot_bytes, slots)
         self._slabs.append(slab)
         return slab
 
+    def make_blocks(self, slot_bytes: int, batch: int, blocks: int) -> BlockSlab:
+        slab = BlockSlab(slot_bytes, batch, blocks)
+        self._slabs.append(slab)
+        return slab
+
     def submit(
         self,
-        frames: FrameStore,
+        frames: FrameStore | BlockStore,
         track: Track,
         episode: int,
         wanted: NDArray[np.int64],
@@ -94,13 +110,12 @@ class PoolDecoding:
         slots: NDArray[np.int32],
         moved: SlotsMoved,
     ) -> Future[Any]:
-        assert isinstance(frames, FrameSlab)  # made by make_frames
+        assert isinstance(frames, FrameSlab | BlockSlab)  # made by this object
         numbers = np.arange(len(wanted), dtype=np.int64)
         request = DecodeRequest(self._dataset, episode, excerpt(track, wanted), numbers, form, shape, frames.handle, slots)
 
         def elsewhere(lost: DecodeRequest) -> DecodeRequest:
-            frames.replace_lost(lost.slots)
-            fresh = frames.reserve(len(lost.slots))
+            fresh = frames.replace_lost(lost.slots)
             moved(fresh)
             return replace(lost, slots=fresh, slab=frames.handle)
 
@@ -135,16 +150,21 @@ class InlineDecoding:
         self._calls: set[Future[Any]] = set()
         self._dataset = dataset
         self._counters = counters
-        self._stores: list[HeapFrames] = []
+        self._stores: list[HeapFrames | HeapBlocks] = []
 
     def make_frames(self, slot_bytes: int, slots: int) -> HeapFrames:
         store = HeapFrames(slot_bytes, slots)
         self._stores.append(store)
         return store
 
+    def make_blocks(self, slot_bytes: int, batch: int, blocks: int) -> HeapBlocks:  # noqa: ARG002 - a heap needs no estimate
+        store = HeapBlocks(slot_bytes, batch)
+        self._stores.append(store)
+        return store
+
     def submit(
         self,
-        frames: FrameStore,
+        frames: FrameStore | BlockStore,
         track: Track,
         episode: int,
         wanted: NDArray[np.int64],

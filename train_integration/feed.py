@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
@@ -21,6 +21,9 @@ from train_integration.credits import UnitCredits
 _READ_TASKS = 2
 """Read tasks of a rank that run at once: the next one is ready when one ends; parallel fetches are inside a task."""
 
+_NEAR = 24
+"""Units that readers are known to have before them when a grant need not be told at once; more than they fetch ahead."""
+
 Arrival = tuple[int, UnitData | ReelrayError]
 """Ordinal of a unit, and the unit or what kept it from being read."""
 
@@ -36,6 +39,10 @@ class Feed(Protocol):
             counters: receives bytes and seconds.
             credits: must be waited for before a unit is fetched.
         """
+        ...
+
+    def await_readers(self, timeout_s: float) -> bool:
+        """Waits until whatever reads is up and waits for credits, once `units` is iterated; whether it is."""
         ...
 
 
@@ -57,9 +64,10 @@ class RayFeed:
         if not len(wanted):
             return
         gate, key = self.gate, uuid4().hex
-        credits.listen(lambda granted: gate.grant.remote(key, granted))
+        grants = _Grants(lambda granted: gate.grant.remote(key, granted), len(wanted))
+        credits.listen(grants.grown)
         context = DataContext.get_current().copy()
-        # One row per block and blocks in plan order: the row is the unit of everything that follows.
+        # One row per block and blocks in plan order: a row is handed on as soon as it is there.
         context.target_max_block_size = 1
         context.execution_options.preserve_order = True
         context.execution_options.resource_limits = ExecutionResources.for_limits(object_store_memory=self.object_store_bytes)
@@ -72,20 +80,51 @@ class RayFeed:
         batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
         for table in batches:
             for row in range(table.num_rows):
-                ordinal, unit, counts = unpack_row(table, row)
+                units, counts = unpack_row(table, row)
                 counters.merge(counts)
-                yield ordinal, unit
+                grants.arrived(units[-1][0])
+                yield from units
+
+    def await_readers(self, timeout_s: float) -> bool:
+        return bool(ray.wait([self.gate.asked.remote()], timeout=timeout_s)[0])
 
 
-def warm_readers() -> list[ray.ObjectRef[None]]:
-    """Starts the processes of a rank's read tasks and their imports, about a second of CPU each, before the first batch is asked for."""
-    task: Any = ray.remote(_be_there).options(num_cpus=0, max_retries=0)
-    return [task.remote() for _ in range(_READ_TASKS)]
+class _Grants:
+    """Tells readers about grants: at once when they may be waiting, otherwise several at a time, because each one is a message.
 
+    Args:
+        tell: sends the number below which units may be fetched.
+        units: units of the list.
+    """
 
-def _be_there() -> None:
-    """Arriving here has imported what read tasks import; staying a moment gives each task a process of its own."""
-    time.sleep(1.0)
+    def __init__(self, tell: Callable[[int], Any], units: int) -> None:
+        self._tell = tell
+        self._units = units
+        self._lock = threading.Lock()
+        self._granted = 0
+        self._told = 0
+        self._arrived = 0
+
+    def grown(self, granted: int) -> None:
+        """Notes a grant; -1 is the end."""
+        with self._lock:
+            if granted < 0:
+                self._tell(granted)
+                return
+            self._granted = max(self._granted, granted)
+            self._tell_if_due()
+
+    def arrived(self, ordinal: int) -> None:
+        """Notes that the units up to one have come."""
+        with self._lock:
+            self._arrived = max(self._arrived, ordinal + 1)
+            self._tell_if_due()
+
+    def _tell_if_due(self) -> None:
+        fresh = self._granted - self._told
+        if fresh and (self._told - self._arrived < _NEAR or fresh >= _NEAR or self._granted == self._units):
+            self._told = self._granted
+            self._tell(self._granted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +151,6 @@ class LocalFeed:
 
         for number, unit in enumerate(in_order(read, wanted.nbytes, self.job.threads, self.job.prefetch_bytes)):
             yield int(wanted.ordinal[number]), unit
+
+    def await_readers(self, timeout_s: float) -> bool:  # noqa: ARG002 - threads need no start
+        return True

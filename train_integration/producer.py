@@ -98,15 +98,23 @@ class Production:
 
 
 class Producer:
-    """The thread that keeps finished batches ready, across epochs, so that no bubble separates them."""
+    """The thread that keeps finished batches ready, across epochs, so that no bubble separates them.
 
-    def __init__(self, production: Production, stretch: Stretch, epochs_done: int) -> None:
+    Args:
+        production: what to work with.
+        stretch: where to start.
+        epochs_done: epochs that the stream delivered before.
+        paused: start everything that has to start, and read nothing until `resume`.
+    """
+
+    def __init__(self, production: Production, stretch: Stretch, epochs_done: int, *, paused: bool = False) -> None:
         config = production.description.config
         self._of = production
         self._config = config
         self._epochs_done = epochs_done
         self._ready: queue.Queue[Ready | BaseException] = queue.Queue(maxsize=config.prefetch_batches)
         self._stop = threading.Event()
+        self._started = threading.Event()
         self._backend = production.backend(production.counters)
         self._assembler = BatchAssembler(
             production.description.job.spec,
@@ -118,7 +126,7 @@ class Producer:
             buffers=BufferPool(keep=config.prefetch_batches + 3),
         )
         self._stores: FrameStores | None = None
-        self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30), window=config.prefetch_units)
+        self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30), window=config.prefetch_units, paused=paused)
         self._schedulers: list[BatchScheduler] = []
         self._thread = threading.Thread(target=self._run, args=(stretch,), name="reelray-producer", daemon=True)
         self._thread.start()
@@ -127,17 +135,24 @@ class Producer:
     def held(self) -> dict[str, Any]:
         """Fields of a `StreamReading` that say what is held and under way. May be called from any thread."""
         stores = self._stores
-        kept = [] if stores is None else [store for store in (stores.whole, stores.demand) if store is not None]
-        slots = sum(store.slots for store in kept)
+        slots, free = (0, 0) if stores is None else (stores.slots, stores.free)
         return {
             "ready_batches": self._ready.qsize(),
             "budget_limit_bytes": self._ledger.limit_bytes,
             "budget_used_bytes": self._ledger.held_bytes,
             "units_under_way": self._ledger.under_way,
             "slots": slots,
-            "slots_used": slots - sum(store.free for store in kept),
+            "slots_used": slots - free,
             "pool": self._backend.load(),
         }
+
+    def await_start(self, timeout_s: float) -> bool:
+        """Waits until plan and memory are ready; whether they are."""
+        return self._started.wait(timeout_s)
+
+    def resume(self) -> None:
+        """Ends the pause that this was made with."""
+        self._ledger.resume()
 
     def take(self, place: str) -> Ready:
         """The next batch or epoch end, waiting for it.
@@ -163,6 +178,9 @@ class Producer:
             epochs = self._config.epochs
             done = self._epochs_done
             scheduler = self._schedule(stretch)
+            if self._ledger.paused and scheduler.stores.batches is not None:
+                scheduler.stores.batches.warm()
+            self._started.set()
             while not self._stop.is_set():
                 last_pass = epochs is not None and done + 1 >= epochs
                 stretch, following = self._deliver(stretch, scheduler, last=last_pass and stretch.is_last)

@@ -16,22 +16,25 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ingest.datasource import UnitList
-from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample
+from ingest.engine.assemble import BatchAssembler, PictureOf, PlannedSamples, Sample
+from ingest.engine.blocks import BlockStore, OpenBatches
 from ingest.engine.counters import Counters
 from ingest.engine.frames import FrameStore
 from ingest.engine.modes import choose_once
 from ingest.engine.pictures import PictureForm, groups, runs
 from ingest.engine.spec import SampleSpec
-from ingest.engine.unit import UnitData
+from ingest.engine.unit import Track, UnitData
 from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
 from train_integration.credits import ByteLedger, UnitCredits
 from train_integration.decoding import DecodeBackend
+from train_integration.direct import BatchMemory, DirectBatches, Start, batches_at_once
 from train_integration.feed import Feed
 from train_integration.fits import HOW_TO_MAKE_ROOM, peak_pictures, refuse_what_never_fits
 from train_integration.worklist import PlannedStep, WorkList
@@ -54,19 +57,31 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameStores:
-    """Slots of a rank: for units that are decoded whole, and for pictures decoded on demand."""
+    """Memory of a rank: slots for units that are decoded whole and for pictures decoded on demand, or batches being filled."""
 
-    whole: FrameStore | None
-    demand: FrameStore | None
+    whole: FrameStore | None = None
+    demand: FrameStore | None = None
+    batches: BatchMemory | None = None
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes of decoded pictures that both held, each at its own time."""
-        return sum(store.peak_used * store.slot_bytes for store in (self.whole, self.demand) if store is not None)
+        """Most bytes of decoded pictures that each held, each at its own time."""
+        slots = sum(store.peak_used * store.slot_bytes for store in (self.whole, self.demand) if store is not None)
+        return slots + (self.batches.peak_bytes if self.batches is not None else 0)
+
+    @property
+    def slots(self) -> int:
+        """Pictures that may be held at a time."""
+        return sum(store.slots for store in (self.whole, self.demand, self.batches) if store is not None)
+
+    @property
+    def free(self) -> int:
+        """Pictures that more may be held at present."""
+        return sum(store.free for store in (self.whole, self.demand, self.batches) if store is not None)
 
     def close(self) -> None:
-        """Closes both."""
-        for store in (self.whole, self.demand):
+        """Closes all."""
+        for store in (self.whole, self.demand, self.batches):
             if store is not None:
                 store.close()
 
@@ -160,7 +175,7 @@ class BatchScheduler:
         self._feeder_error: BaseException | None = None
         self._slot_bytes = max((form.nbytes(spec.features[camera]) for camera, form in self._forms.items()), default=1)
         self.fed = threading.Event()
-        self._once, self.stores = self._lay_out(stores)
+        self._once, self.stores, self._direct = self._lay_out(stores)
         self._whole, self._demand = self.stores.whole, self.stores.demand
         self._ledger = ledger
         refuse_what_never_fits(work, self._once, ledger.limit_bytes)
@@ -169,11 +184,11 @@ class BatchScheduler:
         self._thread = threading.Thread(target=self._feed_units, name="reelray-feeder", daemon=True)
         self._thread.start()
 
-    def _lay_out(self, stores: FrameStores | None) -> tuple[NDArray[np.bool_], FrameStores]:
-        """Decides once or on demand for every unit, and makes the slots for both."""
+    def _lay_out(self, stores: FrameStores | None) -> tuple[NDArray[np.bool_], FrameStores, DirectBatches | None]:
+        """Decides how every unit is decoded, and makes the memory for it, or goes on with what there is."""
         work = self._work
         if not self._spec.cameras:
-            return np.ones(len(work.list), np.bool_), FrameStores(None, None)
+            return np.ones(len(work.list), np.bool_), FrameStores(), None
         per_batch = work.batch_size * self._per_sample
         slots = self._budgets.decoded_bytes // self._slot_bytes
         if slots < per_batch:
@@ -181,11 +196,42 @@ class BatchScheduler:
                 f"one batch needs {per_batch} decoded pictures of {self._slot_bytes} bytes, but the decoded budget of "
                 f"{self._budgets.decoded_bytes} bytes holds {slots}: raise decoded_budget_gb, or lower batch size, window or picture size"
             )
-        if stores is not None:
-            room = stores.whole.slots if stores.whole is not None else 0
-            once = choose_once(work.first_step, work.last_step, work.pictures, room)
-            demand = stores.demand if once.all() else stores.demand or self._backend.make_frames(self._slot_bytes, per_batch * 2)
-            return once, FrameStores(stores.whole, demand)
+        if stores is None or (stores.whole is None and stores.demand is None):
+            batches = self._batch_memory(None if stores is None else stores.batches)
+            if batches is not None:
+                dtypes = {camera: form.writer().dtype for camera, form in self._forms.items()}
+                direct = DirectBatches(batches, work, self._shapes, dtypes, lambda: self._closed)
+                return np.ones(len(work.list), np.bool_), FrameStores(batches=batches), direct
+            once, fresh = self._new_slots(slots, per_batch)
+            return once, replace(fresh, batches=None if stores is None else stores.batches), None
+        room = stores.whole.slots if stores.whole is not None else 0
+        once = choose_once(work.first_step, work.last_step, work.pictures, room)
+        demand = stores.demand if once.all() else stores.demand or self._backend.make_frames(self._slot_bytes, per_batch * 2)
+        return once, replace(stores, demand=demand), None
+
+    def _batch_memory(self, memory: BatchMemory | None) -> BatchMemory | None:
+        """Memory for decoding every unit straight into its batches, or None where that is not possible within the budget."""
+        if not self._assembler.takes_decoded:
+            return None
+        work = self._work
+        sizes = {camera: form.nbytes(self._spec.features[camera]) for camera, form in self._forms.items()}
+        batch_bytes = work.batch_size * sum(sizes.values())
+        needed, most = batches_at_once(work), self._budgets.decoded_bytes // batch_bytes
+        if needed > most:
+            return None
+        # Some more than the plan needs at once lets decoding run ahead of the batches.
+        limit = min(most, needed + self._budgets.ahead)
+        if memory is not None:
+            memory.open.allow(limit)
+            return memory
+        # Batches that are queued, in hand and with the loop have their memory still.
+        blocks = limit + self._budgets.ahead + 3
+        stores = {camera: self._backend.make_blocks(nbytes, work.batch_size, blocks) for camera, nbytes in sizes.items()}
+        return BatchMemory(stores, OpenBatches(limit), work.batch_size, batch_bytes)
+
+    def _new_slots(self, slots: int, per_batch: int) -> tuple[NDArray[np.bool_], FrameStores]:
+        """Decides once or on demand for every unit, and makes the slots for both."""
+        work = self._work
         reserve = min(per_batch * (self._budgets.ahead + 1), slots)
         once = choose_once(work.first_step, work.last_step, work.pictures, slots)
         if not once.all():
@@ -210,6 +256,9 @@ class BatchScheduler:
 
     def _feed_units(self) -> None:
         try:
+            if self._direct is None and self.stores.batches is not None:
+                # What the work list before holds counts against the same budget.
+                self.stores.batches.open.drained(lambda: self._closed)
             for ordinal, arrived in self._units:
                 if self._closed:
                     return
@@ -233,7 +282,9 @@ class BatchScheduler:
             self._credits.arrived(key, arrived.payload_bytes, leaves=once)
             try:
                 resident = _Resident(arrived, once)
-                if once:
+                if self._direct is not None:
+                    self._let_go(key, resident, list(self._direct.decode(key, arrived.tracks, self._starter(resident))))
+                elif once:
                     self._decode_whole(key, resident)
             except DamagedDataError as error:
                 error.episode = arrived.episode
@@ -259,9 +310,23 @@ class BatchScheduler:
                 resident.run_of[camera][run] = number
                 resident.place_of[camera][run] = np.arange(len(run), dtype=np.int32)
                 resident.runs[camera].append(self._start(self._whole, resident, camera, run, slots))
-        self._let_go(key, resident, [run for camera_runs in resident.runs.values() for run in camera_runs])
+        self._let_go(key, resident, [run.future for camera_runs in resident.runs.values() for run in camera_runs])
 
-    def _let_go(self, key: int, resident: _Resident, last: list[_Run]) -> None:
+    def _starter(self, resident: _Resident) -> Start:
+        unit = resident.unit
+
+        def start(
+            store: BlockStore, camera: str, track: Track, wanted: NDArray[np.int64], slots: NDArray[np.int32], kept: Any
+        ) -> Future[Any]:
+            future = self._backend.submit(
+                store, track, unit.episode, wanted, self._forms[camera], self._shapes[camera], slots, lambda _: None
+            )
+            future.add_done_callback(partial(_let_go_of, kept))
+            return future
+
+        return start
+
+    def _let_go(self, key: int, resident: _Resident, last: list[Future[Any]]) -> None:
         """Gives a unit's compressed pictures back once its last decode calls, which hold what they need, are done."""
         tracks = {camera: replace(track, data=b"") for camera, track in resident.unit.tracks.items()}
         resident.unit = replace(resident.unit, tracks=tracks)
@@ -277,8 +342,8 @@ class BatchScheduler:
                     return
             self._credits.release(key)
 
-        for run in last:
-            run.future.add_done_callback(done)
+        for future in last:
+            future.add_done_callback(done)
         if not last:
             self._credits.release(key)
 
@@ -333,9 +398,11 @@ class BatchScheduler:
                     raise self._feeder_error
                 if self._closed:
                     raise StreamClosedError("the stream was closed")
-                # Estimated sizes may turn out larger: then what is open can fill the budget, which no wait would change.
+                # A unit may turn out larger than its index says: then what is open can fill the budget, which no wait would change.
                 if self._credits.starved(key):
                     raise self._starved(key, step)
+                if self._ledger.paused:
+                    deadline = time.monotonic() + self._budgets.stall_s
                 if not self._changed.wait(min(0.5, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
                     raise self._stalled(step, f"unit {key} (episode {int(self._work.list.episode[key])}) has not arrived")
             found = self._residents[key]
@@ -363,11 +430,13 @@ class BatchScheduler:
             asked.runs += own
             if int(self._work.last_step[key]) <= step.step:
                 # Its bytes make room for the next unit, which this very batch may need.
-                self._let_go(key, resident, own)
+                self._let_go(key, resident, [run.future for run in own])
         return asked
 
     def _gather(self, asked: _Asked) -> Sample:
         step = asked.step
+        if self._direct is not None:
+            return self._gather_direct(step, self._direct)
         units: dict[int, UnitData] = {}
         slots: dict[tuple[int, str, int], tuple[FrameStore, int]] = {}
         for key in dict.fromkeys(step.key.tolist()):
@@ -378,18 +447,27 @@ class BatchScheduler:
                 for frame in np.unique(self._spec.picture_frames(camera, anchors, resident.unit.episode_length)).tolist():
                     if resident.once:
                         local = frame - resident.unit.tracks[camera].first
-                        self._wait(resident.runs[camera][resident.run_of[camera][local]], key, step.step)
+                        self._wait(resident.runs[camera][resident.run_of[camera][local]].future, key, step.step)
                         assert self._whole is not None  # made for once units
                         slots[key, camera, frame] = (self._whole, resident.slot(camera, frame))
                     else:
                         run, place = asked.demand[key, camera, frame]
-                        self._wait(run, key, step.step)
+                        self._wait(run.future, key, step.step)
                         assert self._demand is not None  # made for on-demand units
                         slots[key, camera, frame] = (self._demand, int(run.slots[place]))
+        return self._assembled(step, units, self._picture_of(slots), None)
+
+    def _gather_direct(self, step: PlannedStep, direct: DirectBatches) -> Sample:
+        units = {key: self._resident(key, step.step).unit for key in dict.fromkeys(step.key.tolist())}
+        decoded = direct.take(step, lambda future, key: self._wait(future, key, step.step))
+        return self._assembled(step, units, self._picture_of({}), decoded)
+
+    def _assembled(
+        self, step: PlannedStep, units: Mapping[int, UnitData], picture_of: PictureOf, decoded: Mapping[str, NDArray[Any]] | None
+    ) -> Sample:
         with self._counters.timed("reelray_assemble_seconds"):
-            batch = self._assembler.batch(
-                PlannedSamples(step.key, step.frame, step.is_pad, self._seed, step.epoch), units, self._picture_of(slots)
-            )
+            planned = PlannedSamples(step.key, step.frame, step.is_pad, self._seed, step.epoch)
+            batch = self._assembler.batch(planned, units, picture_of, decoded)
         self._counters.add("reelray_camera_frames_delivered", len(step) * self._per_sample)
         return batch
 
@@ -402,9 +480,9 @@ class BatchScheduler:
 
         return picture
 
-    def _wait(self, run: _Run, key: int, step: int) -> None:
+    def _wait(self, future: Future[Any], key: int, step: int) -> None:
         try:
-            run.future.result(self._budgets.stall_s)
+            future.result(self._budgets.stall_s)
         except FutureTimeout:
             raise self._stalled(step, f"a decode call of episode {int(self._work.list.episode[key])} has not answered") from None
         except ReelrayError as error:
@@ -443,10 +521,18 @@ class BatchScheduler:
             self._closed = True
             self._changed.notify_all()
         self._credits.close()
+        if self.stores.batches is not None:
+            self.stores.batches.open.wake()
         self._thread.join(timeout=30)
+        if self._direct is not None:
+            self._direct.close()
         closing = getattr(self._units, "close", None)
         if closing is not None and not self._thread.is_alive():
             closing()
+
+
+def _let_go_of(_kept: Any, _: Future[Any]) -> None:
+    """A callback that keeps something alive until its call has ended."""
 
 
 def _chain(first: PlannedStep, rest: Iterator[PlannedStep]) -> Iterator[PlannedStep]:

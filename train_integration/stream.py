@@ -201,6 +201,22 @@ class SampleStream:
 
     # --- iteration ------------------------------------------------------------------------------
 
+    def prepare(self, timeout_s: float = 0.0) -> bool:
+        """Starts processes and memory for the batches from the present position on, and reads nothing yet.
+
+        Call it when the state is loaded and before the model is: processes take seconds to start, and need not be
+        waited for when the first batch is. A stream that is not prepared does the same when it is iterated.
+
+        Args:
+            timeout_s: wait that long for memory, and as long for the readers.
+
+        Returns:
+            Whether both are ready.
+        """
+        if self._producer is None:
+            self._producer = Producer(self._production(), self._stretch_now(), self._epochs_done, paused=True)
+        return self._producer.await_start(timeout_s) and self._feed.await_readers(timeout_s)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         limit = self.description.config.epochs
         if limit is not None and self._epochs_done >= limit:
@@ -209,6 +225,7 @@ class SampleStream:
         if self._producer is None:
             self._producer = Producer(self._production(), self._stretch_now(), self._epochs_done)
         producer = self._producer
+        producer.resume()
         while True:
             waited = self._waiting_since = monotonic()
             ready = producer.take(f"step {self._batches} of epoch {self.epoch}, segment {self.segment}")

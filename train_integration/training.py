@@ -66,17 +66,20 @@ def train_worker(config: dict[str, Any]) -> None:
     shard: Any = ray.train.get_dataset_shard("train")
     if not isinstance(shard, RankShard):
         raise SettingsError("the trainer's dataset 'train' is not a reelray stream: pass dataset_config=EpisodeDataConfig(...)")
-    torch.manual_seed(plan.seed)
-    statistics = {key: (torch.from_numpy(mean), torch.from_numpy(std)) for key, (mean, std) in plan.statistics.items()}
-    policy = BehaviourCloning(plan.cameras, plan.state_key, statistics, plan.chunk)
-    model: Any = ray.train.torch.prepare_model(LossOf(policy))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate)
-    step = 0
     with shard.open(output="numpy") as stream:
         checkpoint = ray.train.get_checkpoint()
+        training: dict[str, Any] | None = None
         if checkpoint is not None:
             state, training = load_checkpoint(checkpoint)
             stream.load_state_dict(state, other_recipe=plan.other_recipe, pool_state=load_pools(checkpoint, shard.rank))
+        stream.prepare()
+        torch.manual_seed(plan.seed)
+        statistics = {key: (torch.from_numpy(mean), torch.from_numpy(std)) for key, (mean, std) in plan.statistics.items()}
+        policy = BehaviourCloning(plan.cameras, plan.state_key, statistics, plan.chunk)
+        model: Any = ray.train.torch.prepare_model(LossOf(policy))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate)
+        step = 0
+        if training is not None:
             policy.load_state_dict(training["policy"])
             optimizer.load_state_dict(training["optimizer"])
             step = int(training["step"])

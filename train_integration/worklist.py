@@ -65,6 +65,28 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowsByUnit:
+    """Where the samples of each unit go.
+
+    Attributes:
+        frame: int64[R], episode frame numbers, unit after unit, each in the order of delivery.
+        step: int64[R], which of the stretch's batches, counted from 0.
+        place: int64[R], which sample of that batch.
+        edges: int64[N + 1], where each unit begins.
+    """
+
+    frame: NDArray[np.int64]
+    step: NDArray[np.int64]
+    place: NDArray[np.int64]
+    edges: NDArray[np.int64]
+
+    def of(self, key: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Frames, batches and places of one unit's samples, masked repeats included."""
+        rows = slice(int(self.edges[key]), int(self.edges[key + 1]))
+        return self.frame[rows], self.step[rows], self.place[rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
     """What one rank reads, decodes and delivers in a stretch of steps.
 
@@ -113,6 +135,19 @@ class WorkList:
                 table.is_pad[rows],
                 table.position[rows],
             )
+
+    @property
+    def step_numbers(self) -> NDArray[np.int64]:
+        """int64[S], the steps that have a batch, ascending."""
+        return np.unique(self._table.step)
+
+    def rows(self) -> RowsByUnit:
+        """The samples by unit."""
+        steps, first, step = np.unique(self._table.step, return_index=True, return_inverse=True)
+        place = np.arange(len(step)) - first[step] if len(steps) else step
+        order = np.argsort(self._keys, kind="stable")
+        edges = np.searchsorted(self._keys[order], np.arange(len(self.list) + 1))
+        return RowsByUnit(self._table.frame[order], step[order], place[order], edges)
 
     def drained_after(self) -> dict[int, tuple[int, ...]]:
         """Units to let go of, by the step after which they are not needed."""

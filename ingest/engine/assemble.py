@@ -125,13 +125,26 @@ class BatchAssembler:
         depth = (key for key in (*spec.cameras, *spec.images) if spec.features[key].is_depth)
         self._distances = {key: table for key in depth if (table := depth_table(spec.features[key], unit)) is not None}
 
-    def batch(self, planned: PlannedSamples, units: Mapping[int, UnitData], picture_of: PictureOf) -> Sample:
+    @property
+    def takes_decoded(self) -> bool:
+        """Whether pictures of cameras are delivered as they are decoded, one for each sample."""
+        spec = self.spec
+        return self._transform is None and not any(key in self._distances or key in spec.windows for key in spec.cameras)
+
+    def batch(
+        self,
+        planned: PlannedSamples,
+        units: Mapping[int, UnitData],
+        picture_of: PictureOf,
+        decoded: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Sample:
         """One batch.
 
         Args:
             planned: which samples.
             units: fetched units, at least those that ``planned`` names.
             picture_of: decoded pictures.
+            decoded: (B, H, W, C) by camera: pictures that are in their places already; only where `takes_decoded`.
 
         Returns:
             Per feature an array of shape (B, *item shape), a list of B values for features that are no numbers, bool
@@ -145,7 +158,10 @@ class BatchAssembler:
             rows = units[number].rows
             index[places] = rows.numbers["index"][planned.frame[places] - rows.first]
         for camera in self.spec.cameras:
-            self._pictures(out, camera, planned, groups, units, picture_of, index)
+            if decoded is None:
+                self._pictures(out, camera, planned, groups, units, picture_of, index)
+            else:
+                out[camera] = self._shown(camera, decoded[camera][:, None])[:, 0]
         for key in self.spec.images:
             self._pictures(out, key, planned, groups, units, self._stored_picture(key, units), index)
         for key in self.spec.columns:
@@ -175,7 +191,6 @@ class BatchAssembler:
         pad: NDArray[np.bool_] | None = None
         windowed = key in self.spec.windows
         distances = self._distances.get(key)
-        planar = self.spec.options.pixel_format == "yuv420p"
         for number, places in groups:
             length = units[number].episode_length
             frames = self.spec.picture_frames(key, planned.frame[places], length)
@@ -195,15 +210,19 @@ class BatchAssembler:
                     else:
                         np.take(distances, picture, out=memory[place, moment], mode="clip")
         assert memory is not None  # a batch holds at least one sample
-        shown = memory if memory.ndim == 4 else np.moveaxis(memory, -1, -3)
-        if not windowed:
-            shown = shown[:, 0]
-        if not self._as_uint8 and memory.dtype == np.uint8 and not (planar and key in self.spec.cameras):
-            # Division, not multiplication with the reciprocal, gives the very floats of the map-style reader.
-            shown = np.ascontiguousarray(shown).astype(np.float32) / np.float32(255)
-        out[key] = shown
+        shown = self._shown(key, memory)
+        out[key] = shown if windowed else shown[:, 0]
         if pad is not None:
             out[f"{key}_is_pad"] = pad
+
+    def _shown(self, key: str, memory: NDArray[Any]) -> NDArray[Any]:
+        """Pictures (B, T, H, W, C) or distances (B, T, H, W) in the form in which they are delivered."""
+        shown = memory if memory.ndim == 4 else np.moveaxis(memory, -1, -3)
+        planar = self.spec.options.pixel_format == "yuv420p" and key in self.spec.cameras
+        if not self._as_uint8 and memory.dtype == np.uint8 and not planar:
+            # Division, not multiplication with the reciprocal, gives the very floats of the map-style reader.
+            return np.ascontiguousarray(shown).astype(np.float32) / np.float32(255)
+        return shown
 
     def _take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.empty(shape, dtype) if self._buffers is None else self._buffers.take(shape, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -61,7 +62,8 @@ def decode_pictures(
     late = span.first + table.samples_before > 0
     buffers = payload_buffers(table, span, payload)
     verify_payload(table, span, buffers)
-    for frame in _frames(table, span, buffers, _hidden_lead(table, span)):
+    decoders = _Decoders()
+    for frame in _frames(table, span, buffers, _hidden_lead(table, span), decoders):
         sample = frame.pts
         if sample is None or not span.first <= sample < span.stop:
             raise _damaged(table, int(numbers[min(due, len(order) - 1)]), f"the decoder returned picture {sample}, which it was not fed")
@@ -77,6 +79,7 @@ def decode_pictures(
             yield int(numbers[due]), held.pop(order[due])
             due += 1
         if due == len(order):
+            decoders.give_back()
             return
     what = f"the decoder returned no such picture from samples {span.first}..{span.stop - 1}"
     raise _damaged(table, int(numbers[due]), what, late_start=late)
@@ -147,7 +150,41 @@ def _hidden_lead(table: SampleTable, span: PictureSpan) -> NDArray[np.bool_]:
     return ticks < ticks[0] if span.first + table.samples_before else np.zeros(len(ticks), np.bool_)
 
 
-def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], lead: NDArray[np.bool_]) -> Iterator[av.VideoFrame]:
+class _Decoders:
+    """The decoders of one span. Those of a span that was decoded without fault serve the next one of the thread.
+
+    A new decoder allocates its pictures anew, and fresh memory costs as much as a fifth of what a short span takes.
+    """
+
+    _KEPT = 4
+    _idle = threading.local()
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[tuple[bytes, int, int], VideoCodecContext]] = []
+
+    def take(self, table: SampleTable, entries: Sequence[SampleEntry], description: int, depth: int) -> VideoCodecContext:
+        key = (table.stsd, description, depth)
+        found = self._kept().pop(key, None)
+        decoder = found if found is not None else open_decoder(entries[description], table.path, depth)
+        self._taken.append((key, decoder))
+        return decoder
+
+    def give_back(self) -> None:
+        kept = self._kept()
+        for key, decoder in self._taken:
+            decoder.flush_buffers()
+            kept[key] = decoder
+            while len(kept) > self._KEPT:
+                del kept[next(iter(kept))]
+        self._taken = []
+
+    def _kept(self) -> dict[tuple[bytes, int, int], VideoCodecContext]:
+        return self._idle.__dict__.setdefault("decoders", {})
+
+
+def _frames(
+    table: SampleTable, span: PictureSpan, buffers: list[memoryview], lead: NDArray[np.bool_], decoders: _Decoders
+) -> Iterator[av.VideoFrame]:
     entries = parse_sample_entries(table.stsd, table.path)
     descriptions: list[int] = table.descriptions[span.first : span.stop].tolist()
     chunk_of, offset_in = span.chunks_of(table)
@@ -168,7 +205,7 @@ def _frames(table: SampleTable, span: PictureSpan, buffers: list[memoryview], le
             if decoder is not None:
                 yield from _drain(decoder, table, span)
             current = descriptions[index]
-            decoder = open_decoder(entries[current], table.path, depth)
+            decoder = decoders.take(table, entries, current, depth)
         sample = span.first + index
         assert decoder is not None  # no description is -1
         if size > _MAX_PACKET_BYTES:

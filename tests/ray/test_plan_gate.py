@@ -25,4 +25,4 @@ def test_grants_only_grow_and_the_end_tells_everyone() -> None:
         other.cancel()
         return found
 
-    assert asyncio.run(run()) == [True, True, True, False, False, False, False, False]
+    assert asyncio.run(run()) == [2, 2, 2, False, -1, -1, -1, False]

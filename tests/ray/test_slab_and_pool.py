@@ -51,8 +51,7 @@ def test_lost_slots_are_never_handed_out_again() -> None:
     slab = FrameSlab(64, 4)
     lost = slab.reserve(3)
     slab.view(int(lost[0]), (64,), np.uint8)[:] = 9
-    slab.replace_lost(lost)
-    fresh = slab.reserve(4)
+    fresh = np.concatenate([slab.replace_lost(lost), slab.reserve(1)])
     assert not set(fresh.tolist()) & set(lost.tolist())
     slab.view(int(fresh[-1]), (64,), np.uint8)[:] = 5
     assert slab.view(int(lost[0]), (64,), np.uint8).max() == 9

@@ -1,0 +1,128 @@
+"""Memory of whole batches: never shared while somebody looks at it, used again afterwards, bounded while batches are open."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.slab import AttachedSlabs, BlockSlab
+from ingest.engine.blocks import HeapBlocks, OpenBatches
+from ingest.errors import StreamClosedError
+from ingest.plan import PlanSettings
+from train_integration.decoding import InlineDecoding
+from train_integration.feed import LocalFeed
+from train_integration.options import StreamConfig, open_stream
+from train_integration.stream import SampleStream
+
+SHAPE = (4, 5, 3)
+SIZE = 60
+MAKERS: list[Callable[[], Any]] = [lambda: HeapBlocks(SIZE, 3), lambda: BlockSlab(SIZE, 3, 1)]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["heap", "slab"])
+def test_a_block_is_used_again_only_when_no_view_of_it_is_left(make: Callable[[], Any]) -> None:
+    store = make()
+    blocks = [store.take() for _ in range(5)]
+    assert len({block.first for block in blocks}) == 5
+    for number, block in enumerate(blocks):
+        for place in range(3):
+            store.view(block.first + place, SHAPE, np.uint8)[:] = 10 * number + place
+    pictures = [block.memory.reshape(3, *SHAPE) for block in blocks]
+    assert [picture[place].min() for picture in pictures for place in range(3)] == [10 * n + p for n in range(5) for p in range(3)]
+    kept = pictures[2][1, :, :, 0]
+    first = blocks[2].first
+    del blocks, pictures, block
+    gc.collect()
+    again = [store.take() for _ in range(4)]
+    assert first not in {block.first for block in again}, "a view of the block is alive"
+    assert kept.min() == kept.max() == 21
+    del kept
+    gc.collect()
+    assert store.take().first == first
+    store.close()
+    with pytest.raises(StreamClosedError):
+        store.take()
+
+
+def test_what_another_process_writes_is_what_the_batch_holds_also_after_growth() -> None:
+    store, other = BlockSlab(SIZE, 3, 1), AttachedSlabs()
+    blocks = [store.take() for _ in range(4)]
+    for block in blocks:
+        for place in range(3):
+            other.view(store.handle, block.first + place, SHAPE, np.uint8)[:] = block.first + place
+    assert [block.memory.reshape(3, -1).max(axis=1).tolist() for block in blocks] == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(4)]
+    held = blocks[0].memory
+    store.close()
+    assert held.max() == 2, "a batch that was handed out outlives its store"
+
+
+def test_a_block_that_a_lost_decoder_may_write_to_is_retired() -> None:
+    store = BlockSlab(SIZE, 3, 4)
+    lost, whole = store.take(), store.take()
+    slots = np.array([lost.first + 1], np.int32)
+    assert store.replace_lost(slots).tolist() == slots.tolist(), "the same pictures go to the same places"
+    first, second = lost.first, whole.first
+    del lost, whole
+    gc.collect()
+    taken = {store.take().first for _ in range(6)}
+    assert first not in taken
+    assert second in taken
+
+
+def test_open_batches_are_bounded_and_waiters_can_be_woken() -> None:
+    batches, over = OpenBatches(2), threading.Event()
+    batches.open(over.is_set)
+    batches.open(over.is_set)
+    done: list[str] = []
+
+    def opener() -> None:
+        batches.open(over.is_set)
+        done.append("opened")
+        try:
+            batches.open(over.is_set)
+        except StreamClosedError:
+            done.append("closed")
+
+    thread = threading.Thread(target=opener)
+    thread.start()
+    thread.join(0.2)
+    assert (done, batches.count) == ([], 2)
+    batches.shut()
+    thread.join(0.2)
+    assert (done, batches.peak) == (["opened"], 2)
+    over.set()
+    batches.wake()
+    thread.join(5)
+    assert done == ["opened", "closed"]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_batches_that_the_loop_keeps_stay_as_they_were(small: Path, fits: bool) -> None:
+    plan = PlanSettings(strategy="lanes", batch_size=4)
+    description, dataset = open_stream(small, StreamConfig(plan=plan, decode="inline", lane_frames=4, epochs=2))
+    made: list[str] = []
+
+    def backend(counters: Any) -> InlineDecoding:
+        decoding = InlineDecoding(2, "here", counters)
+        for name in ("make_blocks", "make_frames"):
+            inner = getattr(decoding, name)
+            setattr(decoding, name, lambda *given, name=name, inner=inner: (made.append(name), inner(*given))[1])
+        return decoding
+
+    budget = (64 << 20) if fits else 40 * 32 * 64 * 3
+    with SampleStream(description, 0, 1, LocalFeed(description.job), backend, decoded_bytes=budget, output="numpy") as stream:
+        kept = [batch for _ in range(2) for batch in stream]
+        peak = stream.counters.totals()["reelray_decoded_bytes_peak"]
+    assert set(made) == ({"make_blocks"} if fits else {"make_frames"})
+    assert peak <= budget
+    assert sum(len(batch["index"]) for batch in kept) == 2 * dataset.num_frames
+    camera = dataset.spec.cameras[0]
+    for batch in kept:
+        for picture, episode, frame in zip(batch[camera], batch["episode_index"], batch["frame_index"], strict=True):
+            np.testing.assert_array_equal(picture, dataset.sample(int(episode), int(frame))[camera])
