@@ -13,12 +13,13 @@ import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from ingest.errors import DatasetError
+from ingest.errors import DatasetError, ResourceUnavailableError
 from ingest.prefeature.kvmath import (
     ContextKv,
     FrozenTeacher,
@@ -39,6 +40,21 @@ from ingest.prefeature.teacher import EXACT_FLAGS, CaseInputs, ContextState, Den
 TIME_WIDTH = 256
 VISION_GRID = 3
 """The image enters the text stream as 3 x 3 pooled vision tokens."""
+
+
+def weight_bytes(sizes: Sizes) -> int:
+    """Bytes of the blocks' weights, which are nearly all there is."""
+    per_stream = 6 + 4 + 2 * sizes.mlp_ratio
+    return 2 * sizes.depth * (2 * per_stream + 1) * sizes.hidden**2
+
+
+def _require_memory(sizes: Sizes) -> None:
+    needed, free = weight_bytes(sizes), psutil.virtual_memory().available
+    if needed + needed // 4 > free:
+        raise ResourceUnavailableError(
+            f"the reference teacher of these sizes needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; "
+            "it is for rehearsals: use smaller sizes ('--preset tiny'), or the real teacher"
+        )
 
 
 def _weights(sizes: Sizes, seed: int) -> dict[str, Tensor]:
@@ -92,9 +108,13 @@ class ReferenceTeacher:
         sizes: any consistent sizes.
         seed: of the weights.
         device: torch device.
+
+    Raises:
+        ResourceUnavailableError: the weights do not fit into the free memory.
     """
 
     def __init__(self, sizes: Sizes, seed: int = 0, device: str = "cpu") -> None:
+        _require_memory(sizes)
         weights = _weights(sizes, seed)
         self._sizes = sizes
         self._device = device

@@ -60,9 +60,14 @@ class Remote:
             raise LocationError(f"remote {url!r}: expected one of {', '.join(name + '://' for name in SCHEMES)} and no '::' chain")
         if len(parts) < 2 or ".." in parts:
             raise LocationError(f"remote {url!r}: give a bucket and a prefix of its own for this dataset, never a bucket's root")
+        self._given = url
         self.url = f"{scheme}://{'/' if scheme == 'file' else ''}{'/'.join(parts)}"
         self._prefix = ("/" if scheme in ("file", "memory") else "") + "/".join(parts)
         self._fs = fs if fs is not None else _file_system(scheme)
+
+    def __reduce__(self) -> tuple[type[Remote], tuple[str]]:
+        """Another process opens the URL with its own settings: no key of this one travels."""
+        return Remote, (self._given,)
 
     def _at(self, path: str) -> str:
         return f"{self._prefix}/{check_relative(path)}"

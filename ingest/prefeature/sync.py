@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,25 @@ class EnsureReport:
     complete: bool
 
 
+Runner = Callable[[Callable[[str], Any], Sequence[str]], Iterable[Any]]
+"""Does some work for every path, in any place, and returns the results in the order of the paths."""
+
+
+def in_threads(threads: int) -> Runner:
+    """Runs work in threads of this process; the first failure cancels what has not begun."""
+
+    def run(work: Callable[[str], Any], paths: Sequence[str]) -> list[Any]:
+        with ThreadPoolExecutor(threads, thread_name_prefix="transfer") as pool:
+            futures = [pool.submit(work, path) for path in paths]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    return run
+
+
 class HashCache:
     """Hashes of local files by identity (size, inode, modification and change time), kept in ``logs/``."""
 
@@ -76,22 +96,26 @@ class HashCache:
             self._known = {}
         self._used: dict[str, list[int | str]] = {}
 
-    def digest(self, path: str) -> FileDigest:
-        """Digest of a file, computed only when its identity is new.
+    def digests(self, paths: Iterable[str], run: Runner) -> dict[str, FileDigest]:
+        """Digests of files, computed only where the identity is new.
 
         Raises:
-            StorageError: it cannot be read.
+            ObjectNotFoundError: a file is not there.
+            StorageError: one cannot be read.
         """
+        identities = {path: self._identity(path) for path in paths}
+        new = [path for path, identity in identities.items() if self._recorded(path)[:4] != identity]
+        for path, digest in zip(new, run(functools.partial(_hash_below, self._root), new), strict=True):
+            self._known[path] = [*identities[path], digest.sha256]
+        self._used |= {path: self._recorded(path) for path in identities}
+        return {path: FileDigest(int(identity[0]), str(self._used[path][4])) for path, identity in identities.items()}
+
+    def _identity(self, path: str) -> list[int | str]:
         try:
             stat = os.stat(self._root / path)
         except OSError as error:
             raise ObjectNotFoundError(f"{path}: {error.strerror or error}") from error
-        identity: list[int | str] = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
-        known = self._recorded(path)
-        if known[:4] != identity:
-            known = [*identity, hash_file(self._root / path).sha256]
-        self._used[path] = known
-        return FileDigest(stat.st_size, str(known[4]))
+        return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
     def _recorded(self, path: str) -> list[int | str]:
         kept = self._known.get(path)
@@ -102,15 +126,8 @@ class HashCache:
         write_bytes(self._root / HASH_CACHE, canonical_json(self._known | self._used).encode())
 
 
-def _in_parallel(work: Callable[[str], object], paths: Iterable[str], threads: int) -> None:
-    with ThreadPoolExecutor(threads, thread_name_prefix="transfer") as pool:
-        futures = [pool.submit(work, path) for path in paths]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+def _hash_below(root: Path, path: str) -> FileDigest:
+    return hash_file(root / path)
 
 
 def require_same_dataset(remote: Remote, config: DatasetConfig, present: Mapping[str, int]) -> None:
@@ -131,7 +148,8 @@ def require_same_dataset(remote: Remote, config: DatasetConfig, present: Mapping
         )
 
 
-def _send(remote: Remote, root: Path, path: str, digest: FileDigest, read_back: bool) -> None:
+def _send(remote: Remote, root: Path, digests: Mapping[str, FileDigest], read_back: bool, path: str) -> None:
+    digest = digests[path]
     problem = ""
     for _ in range(UPLOAD_TRIES):
         try:
@@ -160,7 +178,13 @@ def attests(success: bytes | None, inventory: bytes) -> bool:
         return False
 
 
-def sync(root: Path, remote: Remote, *, execute: bool, read_back: bool = True, threads: int = 8) -> SyncReport:
+def _fetch(remote: Remote, root: Path, digests: Mapping[str, FileDigest], path: str) -> None:
+    remote.download(path, root / path, digests[path])
+
+
+def sync(
+    root: Path, remote: Remote, *, execute: bool, read_back: bool = True, threads: int = 8, runner: Runner | None = None
+) -> SyncReport:
     """Sends what the remote lacks or holds differently.
 
     Files are compared by hash, never by size and time alone: every step file has the same size. Data goes first, then the
@@ -172,6 +196,7 @@ def sync(root: Path, remote: Remote, *, execute: bool, read_back: bool = True, t
         execute: False only reports.
         read_back: verify every upload by reading it again, not only by its size.
         threads: concurrent transfers.
+        runner: hashes and transfers files, for example as Ray tasks; threads of this process when None.
 
     Raises:
         MetadataError: nothing was merged yet, or the prefix belongs to something else.
@@ -182,8 +207,8 @@ def sync(root: Path, remote: Remote, *, execute: bool, read_back: bool = True, t
     present = remote.list()
     require_same_dataset(remote, config, present)
     cache = HashCache(root)
-    local: dict[str, FileDigest] = {}
-    _in_parallel(lambda path: local.__setitem__(path, cache.digest(path)), sorted(inventory), threads)
+    run = runner or in_threads(threads)
+    local = cache.digests(sorted(inventory), run)
     changed = sorted(path for path, digest in inventory.items() if local[path] != digest)
     lines = inventory_lines(local)
     theirs = parse_inventory_bytes(remote.read(layout.INVENTORY)) if layout.INVENTORY in present else {}
@@ -196,25 +221,24 @@ def sync(root: Path, remote: Remote, *, execute: bool, read_back: bool = True, t
     if execute:
         if changed:
             write_bytes(root / layout.INVENTORY, lines)
-        digests = local | journals
+        digests = local | journals | {layout.INVENTORY: digest_of(lines), layout.SUCCESS: digest_of(success or b"")}
+        send = functools.partial(_send, remote, root, digests, read_back)
         first = [layout.CONFIG] if layout.CONFIG in stale or layout.CONFIG not in present else []
         last = [name for name in (layout.CASES, layout.MANIFEST, layout.TRAIN_MANIFEST) if name in stale]
         for path in first:
-            _send(remote, root, path, digests[path], read_back)
+            send(path)
         data = [path for path in stale if path not in first and path not in last]
         if layout.SUCCESS in present and any(path in present for path in stale):
             # whoever restores meanwhile is told at once, rather than after gigabytes that do not fit together
             remote.write(layout.SUCCESS, _UNDER_WAY)
-        _in_parallel(lambda path: _send(remote, root, path, digests[path], read_back), data, threads)
+        list(run(send, data))
         now = remote.list()
-        lost = [path for path, digest in sorted(digests.items()) if path not in last and now.get(path) != digest.size]
+        wanted = local | journals
+        lost = [path for path, digest in sorted(wanted.items()) if path not in last and now.get(path) != digest.size]
         if lost:
             raise StorageError(f"{remote.url}: {len(lost)} files are not there after the upload: {listed(lost)}; sync again")
-        _send(remote, root, layout.INVENTORY, digest_of(lines), read_back)
-        for path in last:
-            _send(remote, root, path, digests[path], read_back)
-        if valid and success is not None:
-            _send(remote, root, layout.SUCCESS, digest_of(success), read_back)
+        for path in (layout.INVENTORY, *last, *([layout.SUCCESS] if valid else [])):
+            send(path)
         cache.save()
     return SyncReport(tuple(stale), sum((local | journals)[path].size for path in stale), tuple(changed), tuple(unknown), valid, execute)
 
@@ -246,19 +270,28 @@ def _sampled(path: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") < share * 2**32
 
 
-def _problem(root: Path, path: str, digest: FileDigest, by_content: bool, cache: HashCache) -> bool:
+def _problem(root: Path, path: str, digest: FileDigest) -> bool:
+    """Whether a file is missing, of another size, or has a damaged header."""
     try:
         if (root / path).stat().st_size != digest.size:
             return True
         if path.endswith(".safetensors"):
             read_header(root, path)
-        return by_content and cache.digest(path) != digest
     except (OSError, DamagedDataError):
         return True
+    return False
 
 
 def ensure(
-    root: Path, remote: Remote, *, parts: str = "base", deep: bool = False, sample: float = 0.02, repair: bool = True, threads: int = 8
+    root: Path,
+    remote: Remote,
+    *,
+    parts: str = "base",
+    deep: bool = False,
+    sample: float = 0.02,
+    repair: bool = True,
+    threads: int = 8,
+    runner: Runner | None = None,
 ) -> EnsureReport:
     """Makes a local copy complete: fetches what is missing, truncated or damaged, touches nothing else.
 
@@ -270,6 +303,7 @@ def ensure(
         sample: share of files hashed when not deep.
         repair: False raises instead of fetching.
         threads: concurrent transfers.
+        runner: hashes and transfers files, for example as Ray tasks; threads of this process when None.
 
     Raises:
         SettingsError: unknown part.
@@ -291,13 +325,16 @@ def ensure(
     chosen = {path: digest for path, digest in whole.items() if in_part(path, parts) or path in layout.LAST_FILES}
     root.mkdir(parents=True, exist_ok=True)
     cache = HashCache(root)
-    hashed = {path for path in chosen if deep or path in layout.LAST_FILES or _sampled(path, sample)}
-    bad = [path for path, digest in sorted(chosen.items()) if _problem(root, path, digest, path in hashed, cache)]
+    run = runner or in_threads(threads)
+    hashed = [path for path in chosen if deep or path in layout.LAST_FILES or _sampled(path, sample)]
+    wrong = {path for path, digest in chosen.items() if _problem(root, path, digest)}
+    found = cache.digests([path for path in hashed if path not in wrong], run)
+    bad = sorted(wrong | {path for path, digest in found.items() if digest != chosen[path]})
     if bad and not repair:
         raise DamagedDataError(f"{root}: {len(bad)} files are missing or damaged: {listed(bad)}")
     require_space(root, sum(chosen[path].size for path in bad), "the restore")
-    _in_parallel(lambda path: remote.download(path, root / path, chosen[path]), bad, threads)
-    still = [path for path in bad if _problem(root, path, chosen[path], False, cache)]
+    list(run(functools.partial(_fetch, remote, root, chosen), bad))
+    still = [path for path in bad if _problem(root, path, chosen[path])]
     if still:
         raise StorageError(f"{root}: {len(still)} files are still wrong after the restore: {listed(still)}")
     write_bytes(root / layout.INVENTORY, lines)

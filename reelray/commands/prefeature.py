@@ -16,6 +16,7 @@ from reelray.commands.prefeature_arguments import ClusterArguments, SizeArgument
 
 if TYPE_CHECKING:
     from actors.prefeature_build import BuildState
+    from ingest.prefeature.sync import Runner
 
 Positional = tyro.conf.Positional
 
@@ -45,12 +46,13 @@ class PrefeatureCases(TeacherArguments):
 
     def run(self) -> int:
         """Prepares the cases."""
-        from ingest.prefeature.cases import prepare_cases
+        from ingest.prefeature.cases import choose, list_images, prepare_cases
         from ingest.prefeature.durable import hash_file
         from ingest.prefeature.sizes import DATASET_NAME, preset, resized
         from ingest.prefeature.teacher import EXACT_FLAGS, TeacherSpec
 
         sizes = resized(preset(self.preset), **self.sizes.changes(), **({} if self.cases is None else {"cases": self.cases}))
+        choose(list_images(self.source), sizes.cases, self.sample_seed)  # before a teacher is loaded for nothing
         choice = self.choice(sizes.to_json())
         if self.teacher == "reference":
             spec = choice.make().spec
@@ -131,6 +133,7 @@ class PrefeatureBuild(ClusterArguments):
     def run(self) -> int:
         """Builds; status 1 when stopped before the end."""
         from actors.prefeature_build import run_build
+        from actors.prefeature_transfer import ray_runner
         from ingest.prefeature.merge import merge
 
         sizes = _checked_root(self.root)
@@ -147,7 +150,8 @@ class PrefeatureBuild(ClusterArguments):
                 note(f"warning: {warning}")
             note(f"{report.records} records merged, {report.train_records} for training")
         if self.remote is not None and self.merge:
-            _sync(self.root, self.remote, execute=True, read_back=True, threads=8, as_json=False)
+            with self.cluster():
+                _sync(self.root, self.remote, execute=True, runner=ray_runner(tasks=max(1, self.workers)))
         return 0
 
 
@@ -247,13 +251,28 @@ class PrefeatureValidate(TeacherArguments):
         return 0 if report.ok else 1
 
 
-def _sync(root: Path, url: str, *, execute: bool, read_back: bool, threads: int, as_json: bool) -> int:
+@contextmanager
+def _runner(tasks: int) -> Iterator[Runner | None]:
+    """Ray tasks for transfers, or None for threads of this process."""
+    if tasks < 1:
+        yield None
+        return
+    from actors.prefeature_transfer import ray_runner
+    from train_integration.cluster import ray_session
+
+    with ray_session(cpus=tasks):
+        yield ray_runner(tasks=tasks)
+
+
+def _sync(
+    root: Path, url: str, *, execute: bool, read_back: bool = True, threads: int = 8, as_json: bool = False, runner: Runner | None = None
+) -> int:
     from dataclasses import asdict
 
     from ingest.prefeature.remote import Remote
     from ingest.prefeature.sync import sync
 
-    report = sync(root, Remote(url), execute=execute, read_back=read_back, threads=threads)
+    report = sync(root, Remote(url), execute=execute, read_back=read_back, threads=threads, runner=runner)
     verb = "sent" if execute else "would be sent (dry run; add --execute)"
     lines = [f"{len(report.uploads)} files, {amount(report.nbytes)} {verb}"]
     if report.changed:
@@ -280,12 +299,23 @@ class PrefeatureSync:
     """Verify every upload by reading it again."""
     threads: int = 8
     """Concurrent transfers."""
+    ray_tasks: int = 0
+    """Hash and send in this many Ray tasks with 4 transfers each, instead of in threads of this process."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> int:
         """Syncs; status 1 when the remote does not carry a success mark for this state."""
-        return _sync(self.root, self.remote, execute=self.execute, read_back=self.read_back, threads=self.threads, as_json=self.json)
+        with _runner(self.ray_tasks) as runner:
+            return _sync(
+                self.root,
+                self.remote,
+                execute=self.execute,
+                read_back=self.read_back,
+                threads=self.threads,
+                as_json=self.json,
+                runner=runner,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +336,8 @@ class PrefeatureEnsure:
     """Fetch; otherwise only complain."""
     threads: int = 8
     """Concurrent transfers."""
+    ray_tasks: int = 0
+    """Hash and fetch in this many Ray tasks with 4 transfers each, instead of in threads of this process."""
     json: bool = False
     """Print JSON."""
 
@@ -316,15 +348,17 @@ class PrefeatureEnsure:
         from ingest.prefeature.remote import Remote
         from ingest.prefeature.sync import ensure
 
-        report = ensure(
-            self.root,
-            Remote(self.remote),
-            parts=self.parts,
-            deep=self.deep,
-            sample=self.sample,
-            repair=self.repair,
-            threads=self.threads,
-        )
+        with _runner(self.ray_tasks) as runner:
+            report = ensure(
+                self.root,
+                Remote(self.remote),
+                parts=self.parts,
+                deep=self.deep,
+                sample=self.sample,
+                repair=self.repair,
+                threads=self.threads,
+                runner=runner,
+            )
         whole = "the whole dataset is here" if report.complete else f"part {self.parts} is complete"
         restored = f"{len(report.restored)} restored ({amount(report.nbytes)})"
         text = f"{report.checked} files checked, {report.hashed} by content, {restored}; {whole}"

@@ -67,9 +67,8 @@ def test_cases_with_sizes_of_ones_own(run: Run, tmp_path: Path) -> None:
     refused(run("cases", images, "--root", other, "--preset", "tiny", "--sizes.hidden", 33), "not a multiple of heads")
     refused(run("cases", images, "--root", tmp_path / "third", "--preset", "tiny", "--cases", 9), "9 cases are wanted")
     refused(run("cases", tmp_path / "none", "--root", tmp_path / "third"), "not a folder")
-    refused(
-        run("cases", images, "--root", tmp_path / "third", "--teacher", "hy_worldplay", "--checkpoint", tmp_path / "no"), "No such file"
-    )
+    real = ("--teacher", "hy_worldplay", "--checkpoint", tmp_path / "no")
+    refused(run("cases", images, "--root", tmp_path / "third", "--cases", 2, *real), "No such file")
 
 
 def test_merge_validate_sync_and_ensure(run: Run, dataset: Path, tmp_path: Path) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from tinydata import SHORT, prepare
 
+from ingest.errors import ResourceUnavailableError
 from ingest.prefeature import layout
 from ingest.prefeature.build import build_local
 from ingest.prefeature.config import read_config
 from ingest.prefeature.kvmath import apply_camera, apply_rotary, camera_matrices, compare, input65, rms_norm
 from ingest.prefeature.merge import merge
-from ingest.prefeature.reference import ReferenceTeacher
+from ingest.prefeature.reference import ReferenceTeacher, weight_bytes
 from ingest.prefeature.rollout import Trajectory, run_context
 from ingest.prefeature.schedule import euler_step
-from ingest.prefeature.sizes import TINY, resized
+from ingest.prefeature.sizes import TINY, Sizes, resized
 from ingest.prefeature.storefiles import load_case, load_noise
 from ingest.prefeature.tensorfile import read_header
 from ingest.prefeature.validate import validate
@@ -114,6 +117,16 @@ def test_deep_features_belong_to_their_window_and_block_zero_does_not(short_buil
     assert places == [0, 1]
     assert torch.equal(small.captured[0][:, :shared], large.captured[0][:, :shared])
     assert not torch.equal(small.captured[3][:, :shared], large.captured[3][:, :shared])
+
+
+def test_the_reference_teacher_asks_for_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ReferenceTeacher(SHORT)._w
+    blocks = sum(tensor.nbytes for name, tensor in parts.items() if name[0].isdigit() and tensor.ndim == 2)
+    assert weight_bytes(SHORT) == blocks
+    assert round(weight_bytes(Sizes()) / 1e9) == 17
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16_000_000_000))
+    with pytest.raises(ResourceUnavailableError, match=r"needs 16\.8 GB of memory, 16\.0 GB are free"):
+        ReferenceTeacher(Sizes())
 
 
 @pytest.mark.slow

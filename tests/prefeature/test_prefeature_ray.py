@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -17,13 +18,16 @@ from tinydata import KEY, SHORT, STEP, prepare, tree_digest
 
 from actors.prefeature_build import BuildSettings, BuildState, run_build
 from actors.prefeature_holdout import run_holdout
+from actors.prefeature_transfer import ray_runner
 from actors.prefeature_validate import ray_mapper
-from ingest.errors import MetadataError, PoisonedWorkError, ResourceUnavailableError
+from ingest.errors import MetadataError, ObjectNotFoundError, PoisonedWorkError, ResourceUnavailableError
 from ingest.prefeature import layout
 from ingest.prefeature.config import read_cases, read_config
 from ingest.prefeature.holdout import HoldoutItem
 from ingest.prefeature.journal import read_journals
 from ingest.prefeature.merge import merge
+from ingest.prefeature.remote import Remote
+from ingest.prefeature.sync import ensure, sync
 from ingest.prefeature.teachers import TeacherChoice
 from ingest.prefeature.validate import validate
 from train_integration.prefeature_stream import PrefeatureStreamConfig
@@ -157,6 +161,23 @@ def test_holdout_videos_on_the_cluster(short_built: Path, tmp_path: Path) -> Non
     root.mkdir()
     assert run_holdout(root, images, [item], short_built, CHOICE, **options) == 8  # type: ignore[arg-type]
     assert run_holdout(root, images, [item], short_built, CHOICE, **options) == 0  # type: ignore[arg-type]
+
+
+def test_transfers_as_ray_tasks(dataset: Path, tmp_path: Path) -> None:
+    remote, run = Remote(f"file://{tmp_path / 'durable' / 'v4'}"), ray_runner(tasks=2, threads=2)
+    assert list(run(len, [])) == []
+    assert list(run(len, [letter * length for length, letter in enumerate("abcdefghijk")])) == list(range(11))
+    before = tree_digest(dataset)
+    assert sync(dataset, remote, execute=True, runner=run).success
+    shutil.rmtree(dataset)
+    assert ensure(dataset, remote, parts="all", deep=True, runner=run).complete
+    assert tree_digest(dataset) == before
+    (dataset / STEP).write_bytes(b"damaged")
+    assert ensure(dataset, remote, deep=True, runner=run).restored == (STEP,)
+    (tmp_path / "durable" / "v4" / STEP).unlink()
+    (dataset / STEP).unlink()
+    with pytest.raises(ObjectNotFoundError, match="chunk_02"):
+        ensure(dataset, remote, runner=run)
 
 
 def watch_object_store(used: list[float], ended: threading.Event) -> None:
