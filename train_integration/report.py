@@ -47,7 +47,7 @@ def number_text(value: float) -> str:
 
 def line_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str, width: int = 720, height: int = 260) -> str:
     """An SVG line plot as a figure."""
-    left, right, top, bottom = 62, 12, 12, 40
+    left, right, top, bottom = 62, 12, 30, 40
     xs = [x for line in series for x in line.x]
     ys = [y for line in series for y in line.y]
     if not xs:
@@ -69,14 +69,16 @@ def line_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: st
         parts.append(f'<text x="{left - 6}" y="{down + 4:.1f}" text-anchor="end">{number_text(float(f"{y:.3g}"))}</text>')
         x = x_low + share * x_span
         across = left + share * (width - left - right)
-        parts.append(f'<text x="{across:.1f}" y="{height - bottom + 16}" text-anchor="middle">{number_text(float(f"{x:.4g}"))}</text>')
+        # The last label ends at the edge instead of beyond it.
+        anchor = "end" if share == 1.0 else "middle"
+        parts.append(f'<text x="{across:.1f}" y="{height - bottom + 16}" text-anchor="{anchor}">{number_text(float(f"{x:.4g}"))}</text>')
+    names: list[str] = []
     for number, line in enumerate(series):
         colour = _COLOURS[number % len(_COLOURS)]
         points = " ".join(place(x, y) for x, y in zip(line.x, line.y, strict=True))
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{points}"/>')
-        parts.append(
-            f'<text x="{width - right - 6}" y="{top + 14 + 16 * number}" text-anchor="end" style="fill:{colour}">{escape(line.name)}</text>'
-        )
+        names.append(f'<tspan style="fill:{colour}" dx="{12 if number else 0}">{escape(line.name)}</tspan>')
+    parts.append(f'<text x="{left}" y="{top - 12}">{"".join(names)}</text>')
     parts.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
     parts.append(
         f'<text x="14" y="{height / 2:.0f}" text-anchor="middle" transform="rotate(-90 14 {height / 2:.0f})">{escape(y_label)}</text></svg>'
