@@ -20,8 +20,9 @@ from ingest.plan import EpochPlan, plan_epoch
 from train_integration.credits import ByteLedger
 from train_integration.decoding import DecodeBackend
 from train_integration.feed import Feed
+from train_integration.memory import Budgets, FrameStores
 from train_integration.options import StreamDescription
-from train_integration.scheduler import BatchScheduler, Budgets, FrameStores, UnitFailure
+from train_integration.scheduler import BatchScheduler, UnitFailure
 from train_integration.stretches import Stretch
 from train_integration.worklist import PlannedStep, work_list
 

@@ -24,66 +24,20 @@ from numpy.typing import NDArray
 
 from ingest.datasource import UnitList
 from ingest.engine.assemble import BatchAssembler, PictureOf, PlannedSamples, Sample
-from ingest.engine.blocks import BlockStore, OpenBatches
+from ingest.engine.blocks import BlockStore
 from ingest.engine.counters import Counters
 from ingest.engine.frames import FrameStore
-from ingest.engine.modes import choose_once
 from ingest.engine.pictures import PictureForm, groups, runs
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData
 from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
 from train_integration.credits import ByteLedger, UnitCredits
 from train_integration.decoding import DecodeBackend
-from train_integration.direct import BatchMemory, DirectBatches, Start, batches_at_once
+from train_integration.direct import DirectBatches, Start
 from train_integration.feed import Feed
-from train_integration.fits import HOW_TO_MAKE_ROOM, peak_pictures, refuse_what_never_fits
+from train_integration.fits import HOW_TO_MAKE_ROOM, refuse_what_never_fits
+from train_integration.memory import Budgets, FrameStores, RankMemory
 from train_integration.worklist import PlannedStep, WorkList
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """What a rank may hold.
-
-    Attributes:
-        decoded_bytes: decoded pictures in slots.
-        ahead: batches for which on-demand pictures are asked in advance.
-        stall_s: seconds without progress after which a batch is given up with `IngestStalledError`.
-    """
-
-    decoded_bytes: int
-    ahead: int = 4
-    stall_s: float = 300.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FrameStores:
-    """Memory of a rank: slots for units that are decoded whole and for pictures decoded on demand, or batches being filled."""
-
-    whole: FrameStore | None = None
-    demand: FrameStore | None = None
-    batches: BatchMemory | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of decoded pictures that each held, each at its own time."""
-        slots = sum(store.peak_used * store.slot_bytes for store in (self.whole, self.demand) if store is not None)
-        return slots + (self.batches.peak_bytes if self.batches is not None else 0)
-
-    @property
-    def slots(self) -> int:
-        """Pictures that may be held at a time."""
-        return sum(store.slots for store in (self.whole, self.demand, self.batches) if store is not None)
-
-    @property
-    def free(self) -> int:
-        """Pictures that more may be held at present."""
-        return sum(store.free for store in (self.whole, self.demand, self.batches) if store is not None)
-
-    def close(self) -> None:
-        """Closes all."""
-        for store in (self.whole, self.demand, self.batches):
-            if store is not None:
-                store.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -170,82 +124,22 @@ class BatchScheduler:
         self._per_sample = sum(spec.windows.size(camera) or 1 for camera in spec.cameras)
         self._changed = threading.Condition()
         self._residents: dict[int, _Resident | ReelrayError] = {}
-        self._open_units = open_units
         self._closed = False
         self._feeder_error: BaseException | None = None
-        self._slot_bytes = max((form.nbytes(spec.features[camera]) for camera, form in self._forms.items()), default=1)
         self.fed = threading.Event()
-        self._once, self.stores, self._direct = self._lay_out(stores)
+        memory = RankMemory(spec, work, self._forms, backend, budgets, open_units)
+        self._once, self.stores = memory.lay_out(stores, direct=assembler.takes_decoded)
         self._whole, self._demand = self.stores.whole, self.stores.demand
+        self._direct: DirectBatches | None = None
+        if self.stores.batches is not None and self._whole is None and self._demand is None:
+            dtypes = {camera: form.writer().dtype for camera, form in self._forms.items()}
+            self._direct = DirectBatches(self.stores.batches, work, self._shapes, dtypes, lambda: self._closed)
         self._ledger = ledger
         refuse_what_never_fits(work, self._once, ledger.limit_bytes)
         self._credits = UnitCredits(ledger, work.list.nbytes)
         self._units = self._feed.units(work.list, counters, self._credits)
         self._thread = threading.Thread(target=self._feed_units, name="reelray-feeder", daemon=True)
         self._thread.start()
-
-    def _lay_out(self, stores: FrameStores | None) -> tuple[NDArray[np.bool_], FrameStores, DirectBatches | None]:
-        """Decides how every unit is decoded, and makes the memory for it, or goes on with what there is."""
-        work = self._work
-        if not self._spec.cameras:
-            return np.ones(len(work.list), np.bool_), FrameStores(), None
-        per_batch = work.batch_size * self._per_sample
-        slots = self._budgets.decoded_bytes // self._slot_bytes
-        if slots < per_batch:
-            raise BudgetError(
-                f"one batch needs {per_batch} decoded pictures of {self._slot_bytes} bytes, but the decoded budget of "
-                f"{self._budgets.decoded_bytes} bytes holds {slots}: raise decoded_budget_gb, or lower batch size, window or picture size"
-            )
-        if stores is None or (stores.whole is None and stores.demand is None):
-            batches = self._batch_memory(None if stores is None else stores.batches)
-            if batches is not None:
-                dtypes = {camera: form.writer().dtype for camera, form in self._forms.items()}
-                direct = DirectBatches(batches, work, self._shapes, dtypes, lambda: self._closed)
-                return np.ones(len(work.list), np.bool_), FrameStores(batches=batches), direct
-            once, fresh = self._new_slots(slots, per_batch)
-            return once, replace(fresh, batches=None if stores is None else stores.batches), None
-        room = stores.whole.slots if stores.whole is not None else 0
-        once = choose_once(work.first_step, work.last_step, work.pictures, room)
-        demand = stores.demand if once.all() else stores.demand or self._backend.make_frames(self._slot_bytes, per_batch * 2)
-        return once, replace(stores, demand=demand), None
-
-    def _batch_memory(self, memory: BatchMemory | None) -> BatchMemory | None:
-        """Memory for decoding every unit straight into its batches, or None where that is not possible within the budget."""
-        if not self._assembler.takes_decoded:
-            return None
-        work = self._work
-        sizes = {camera: form.nbytes(self._spec.features[camera]) for camera, form in self._forms.items()}
-        batch_bytes = work.batch_size * sum(sizes.values())
-        needed, most = batches_at_once(work), self._budgets.decoded_bytes // batch_bytes
-        if needed > most:
-            return None
-        # Some more than the plan needs at once lets decoding run ahead of the batches.
-        limit = min(most, needed + self._budgets.ahead)
-        if memory is not None:
-            memory.open.allow(limit)
-            return memory
-        # Batches that are queued, in hand and with the loop have their memory still.
-        blocks = limit + self._budgets.ahead + 3
-        stores = {camera: self._backend.make_blocks(nbytes, work.batch_size, blocks) for camera, nbytes in sizes.items()}
-        return BatchMemory(stores, OpenBatches(limit), work.batch_size, batch_bytes)
-
-    def _new_slots(self, slots: int, per_batch: int) -> tuple[NDArray[np.bool_], FrameStores]:
-        """Decides once or on demand for every unit, and makes the slots for both."""
-        work = self._work
-        reserve = min(per_batch * (self._budgets.ahead + 1), slots)
-        once = choose_once(work.first_step, work.last_step, work.pictures, slots)
-        if not once.all():
-            once = choose_once(work.first_step, work.last_step, work.pictures, slots - reserve)
-        # Room for two more units than the plan needs at once lets decoding run ahead of the batches.
-        peak = peak_pictures(work.first_step[once], work.last_step[once], work.pictures[once])
-        largest = int(work.pictures[once].max()) if once.any() else 0
-        # A short stretch may not be typical of those that follow with the same slots.
-        typical = int(work.pictures.mean() * self._open_units) if len(work.pictures) else 0
-        room = min(slots if once.all() else slots - reserve, max(peak, typical) + 2 * largest)
-        return once, FrameStores(
-            self._backend.make_frames(self._slot_bytes, room) if once.any() else None,
-            None if once.all() else self._backend.make_frames(self._slot_bytes, reserve),
-        )
 
     @property
     def units(self) -> UnitList:
