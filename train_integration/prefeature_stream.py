@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ingest.errors import SettingsError
 from ingest.plan.cursor import Cursor
@@ -35,7 +36,7 @@ class PrefeatureStreamConfig:
         shuffle: False repeats the order of epoch 0.
         byte_budget: bytes of all buffers of one rank; None for two batches of the largest records and one more record.
         threads: concurrent reads of one rank.
-        pinned: page-locked buffers, for GPUs.
+        pinned: page-locked buffers, whose copies to a GPU overlap with computing; None where CUDA is available.
         drop_cache: do not keep what was read in the kernel's page cache.
     """
 
@@ -47,7 +48,7 @@ class PrefeatureStreamConfig:
     shuffle: bool = True
     byte_budget: int | None = None
     threads: int = 4
-    pinned: bool = False
+    pinned: bool | None = None
     drop_cache: bool = False
 
 
@@ -151,7 +152,7 @@ class PrefeatureStream:
             self._requests(),
             budget=self._budget,
             threads=config.threads,
-            pinned=config.pinned,
+            pinned=torch.cuda.is_available() if config.pinned is None else config.pinned,
             drop_cache=config.drop_cache,
         ) as prefetcher:
             leases = iter(prefetcher)

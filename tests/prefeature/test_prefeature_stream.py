@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tinydata import SHORT, STEP, rewrite
 
 from ingest.errors import BudgetError, CursorError, DamagedDataError, MetadataError, SelectionError, SettingsError, StreamClosedError
-from ingest.prefeature import layout, reader
+from ingest.prefeature import layout, prefetch, reader
 from ingest.prefeature.collate import collate
 from ingest.prefeature.durable import write_tensors
 from ingest.prefeature.kvmath import compare, input65
@@ -215,6 +215,25 @@ def test_memory_stays_inside_the_budget(short_built: Path) -> None:
     assert 0 < stream.peak_bytes <= budget
     with pytest.raises(SettingsError, match="cannot hold one batch"):
         PrefeatureStream(config(short_built, byte_budget=1000))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cuda", "pinned"), [(None, True, True), (None, False, False), (False, True, False), (True, False, True)]
+)
+def test_buffers_are_page_locked_where_there_is_a_gpu(
+    short_built: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool | None, cuda: bool, pinned: bool
+) -> None:
+    asked: list[bool] = []
+
+    class Ring(BufferRing):
+        def __init__(self, budget: int, *, pinned: bool = False) -> None:
+            asked.append(pinned)
+            super().__init__(budget)
+
+    monkeypatch.setattr(prefetch, "BufferRing", Ring)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert len(keys_of(PrefeatureStream(config(short_built, pinned=wanted)))) == 16
+    assert asked == [pinned]
 
 
 def test_ring_reuses_waits_and_refuses() -> None:
