@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from ingest.errors import AccessDeniedError, LockTimeoutError, ReelrayError, StorageError
+from ingest.errors import AccessDeniedError, LockTimeoutError, ReelrayError, SidecarError, StorageError
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -76,6 +77,20 @@ def sync_directory(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading, but no device or pipe, which might never answer or never end.
+
+    Raises:
+        SidecarError: it is something else than a file.
+        OSError: it cannot be opened.
+    """
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise SidecarError(f"{path} is no regular file: remove what is there")
+    return stream
 
 
 def parts_folder(path: Path) -> Path:

@@ -233,6 +233,22 @@ def test_older_schemas_damage_and_foreign_files_are_rebuilt(source: LocalStore, 
         assert index.origin == "built"
 
 
+@pytest.mark.parametrize("what", ["fifo", "device", "loop"])
+def test_what_is_no_file_is_replaced_and_not_waited_for(source: LocalStore, paths: list[str], tmp_path: Path, what: str) -> None:
+    first = open_it(source, paths, tmp_path / "home")
+    places = (first.sidecar, index_path(first.sidecar, tmp_path / "home"))
+    good = first.sidecar.read_bytes()
+    for place in places:
+        place.unlink()
+        if what == "fifo":
+            os.mkfifo(place)
+        else:
+            place.symlink_to("/dev/zero" if what == "device" else place.name)
+    index = open_it(source, paths, tmp_path / "home")
+    assert index.table(paths[0]).pictures == 20
+    assert index.sidecar.read_bytes() == good
+
+
 def test_lock_held_elsewhere_is_a_named_time_out(source: LocalStore, paths: list[str], tmp_path: Path) -> None:
     spec = describe_source(source, paths, repo_id="me/data", revision="v3.0")
     target = spec.cache_path(tmp_path / "home")

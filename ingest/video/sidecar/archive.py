@@ -19,6 +19,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ingest.errors import SidecarError
+from ingest.video.files import open_regular
 from ingest.video.sidecar.records import LEROBOT_ARRAYS, extra_record, lerobot_arrays, mp4_record, our_arrays, table_from_record
 from ingest.video.sidecar.spec import SidecarSpec, as_list, as_object, checked_path, spec_from_json, spec_to_json
 from ingest.video.tables import MAX_SAMPLES, SampleTable
@@ -140,7 +141,7 @@ class SidecarArchive:
 
     def __init__(self, source: Path | bytes) -> None:
         self.where = str(source) if isinstance(source, Path) else "sidecar"
-        stream: BinaryIO = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
+        stream: BinaryIO = open_regular(source) if isinstance(source, Path) else io.BytesIO(source)
         self._stream = stream
         try:
             self._open(stream)

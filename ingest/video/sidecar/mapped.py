@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ingest.errors import SidecarError
-from ingest.video.files import replacing
+from ingest.video.files import open_regular, replacing
 from ingest.video.sidecar.records import extra_record, mp4_record
 from ingest.video.sidecar.spec import SidecarSpec, as_count, as_list, as_object, as_text, checked_path, spec_from_json, spec_to_json
 from ingest.video.tables import MAX_SAMPLES, SampleTable, Timeline, read_only
@@ -189,7 +189,7 @@ class MappedIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             size = stream.seek(0, 2)
             if size < _FOOTER_BYTES:
                 raise SidecarError(f"{path}: {size} bytes are no mapped index")
