@@ -167,6 +167,7 @@ def plan_epoch(units: Units, settings: PlanSettings, cursor: Cursor | None = Non
         segment = SegmentPlan(
             settings, one.topology, epoch=cursor.epoch, number=number, pieces=pieces, skipped=cursor.skipped, starting=starting
         )
+        segment.refuse_beyond(one.batches)
         if number + 1 < len(cursor.segments):
             pieces = segment.leftover(one.batches)
     assert segment is not None

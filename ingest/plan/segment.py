@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.errors import BudgetError, PlanError
+from ingest.errors import BudgetError, CursorError, PlanError
 from ingest.plan.cursor import SkippedRange
 from ingest.plan.looping import LoopOrder
 from ingest.plan.mixture import MixtureOrder, block_quotas
@@ -153,6 +153,21 @@ class SegmentPlan:
         """Steps of all ranks where they must be equal: the fewest for ``drop_tail``, otherwise the most (skips aside)."""
         steps = [self.natural_steps(rank) for rank in range(self.topology.world_size)]
         return min(steps) if self.settings.tail == "drop_tail" else max(steps)
+
+    def refuse_beyond(self, batches: int) -> None:
+        """Refuse a position behind the segment's end, which no run reaches: frames would be passed over in silence.
+
+        Raises:
+            CursorError: with both numbers. With several workers, which may each end with a short batch, some beyond pass.
+        """
+        if self.settings.tail == "loop" or self._skipped:
+            return
+        most = -(-int(self.ranks.frames.max(initial=0)) // self.topology.batch_size) + self.topology.consumers - 1
+        if batches > most:
+            raise CursorError(
+                f"the cursor counts {batches} batches in segment {self.number} of epoch {self.epoch}, whose ranks have {most} at most: "
+                "it is damaged, or of another dataset"
+            )
 
     @property
     def _last_step(self) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -171,3 +172,18 @@ def test_text_that_is_no_cursor(text: str) -> None:
 def test_noise_is_refused(text: str | bytes) -> None:
     with pytest.raises(CursorError):
         Cursor.from_json(text)
+
+
+@pytest.mark.parametrize("strategy", ["lanes", "remaining"])
+@pytest.mark.parametrize("tail", ["exact", "pad", "drop_tail"])
+def test_a_position_that_no_run_reaches_is_refused(strategy: str, tail: str) -> None:
+    units = Units.from_lengths([9, 20, 14])
+    plan = plan_epoch(units, PlanSettings(strategy=strategy, world_size=2, batch_size=4, tail=tail))  # type: ignore[arg-type]
+    last = plan.segment.common_steps if tail != "drop_tail" else 6
+    at_the_end = plan.cursor.advance(last)
+    assert plan_epoch(units, plan.settings, at_the_end).rank(0).start_step == last
+    for settings in (plan.settings, replace(plan.settings, world_size=3)):
+        with pytest.raises(CursorError, match=rf"counts {last + 1} batches in segment 0 of epoch 0, whose ranks have \d+ at most"):
+            plan_epoch(units, settings, at_the_end.advance(1))
+    with pytest.raises(CursorError, match="it is damaged, or of another dataset"):
+        plan_epoch(units, plan.settings, plan.cursor.advance(10**6))

@@ -43,7 +43,8 @@ def chain(
     for topology, batches in hops:
         plan = planned(units, strategy, topology, cursor, **more)
         found += all_ranks(plan, batches=batches)
-        cursor = Cursor.from_json(plan.cursor.advance(batches).to_json())
+        left = plan.steps - plan.cursor.batches
+        cursor = Cursor.from_json(plan.cursor.advance(min(batches, left)).to_json())
     found += all_ranks(planned(units, strategy, last, cursor, **more))
     return found, cursor
 

@@ -1,0 +1,33 @@
+"""An elastic group of Train workers loses a node in mid-epoch and gets one again: every frame once, without a line of user code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(280)]
+
+JOB = Path(__file__).with_name("elastic_job.py")
+
+
+@pytest.mark.parametrize("strategy", ["lanes", "remaining"])
+def test_a_lost_node_makes_the_group_smaller_and_a_new_one_larger(tmp_path: Path, strategy: str) -> None:
+    # A cluster of several nodes needs a process of its own: the suite's has one node.
+    ended = subprocess.run([sys.executable, str(JOB), str(tmp_path), strategy], capture_output=True, text=True, timeout=260, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    assert report["groups"] >= 3
+    assert report["sizes"][0] == 3
+    assert 2 in report["sizes"]
+    assert 3 in report["sizes"][report["sizes"].index(2) :]
+    whole = [epoch for epoch in report["coverage"] if epoch["complete"]]
+    assert whole
+    for epoch in report["coverage"]:
+        assert epoch["duplicated"] == 0
+    for epoch in whole:
+        assert (epoch["missing"], epoch["delivered"]) == (0, epoch["selected"])
