@@ -67,13 +67,16 @@ TITLES = {"decode actor": "ray::Decoder", "node actor": "ray::NodeCache", "read 
 
 
 class Nodes:
-    """A cluster of a head without CPUs and some worker nodes, and the processes of each."""
+    """A cluster of a head without CPUs and some worker nodes, and the processes of each.
 
-    def __init__(self, workers: int = NODES) -> None:
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "object_store_memory": 120_000_000, "include_dashboard": False},
-        )
+    Args:
+        workers: worker nodes.
+        dashboard_port: port of the dashboard on the head; None starts none.
+    """
+
+    def __init__(self, workers: int = NODES, dashboard_port: int | None = None) -> None:
+        head: dict[str, Any] = {"num_cpus": 0, "object_store_memory": 120_000_000, "include_dashboard": dashboard_port is not None}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head | ({"dashboard_port": dashboard_port} if dashboard_port else {}))
         self.workers: list[Any] = []
         for _ in range(workers):
             self.add()
@@ -132,9 +135,9 @@ def _kill(pid: int) -> bool:
 
 
 @contextmanager
-def nodes(workers: int = NODES) -> Iterator[Nodes]:
-    """A cluster that this process is connected to."""
-    made = Nodes(workers)
+def nodes(workers: int = NODES, dashboard_port: int | None = None) -> Iterator[Nodes]:
+    """A cluster that this process is connected to; see `Nodes`."""
+    made = Nodes(workers, dashboard_port)
     try:
         ray.init(address=made.cluster.address, log_to_driver=False, logging_level="error", namespace=NAMESPACE)
         yield made
@@ -185,10 +188,17 @@ class Verdict:
 
 
 class Work:
-    """A small barcoded dataset and what one process delivers of it."""
+    """A small barcoded dataset and what one process delivers of it.
+
+    Attributes:
+        root: its folder.
+        place: where runs read it from; the folder, until somebody serves it elsewhere.
+        pictures: digest of every picture by camera, episode and frame.
+    """
 
     def __init__(self, folder: Path, seed: int, *, episodes: int = 12) -> None:
         self.root = folder / "dataset"
+        self.place = str(self.root)
         make_dataset(
             self.root,
             MakeOptions(episodes=episodes, frames="18:30", cameras=2, size=(48, 64), gop=6, data_files=2, video_files=3, seed=seed),
@@ -271,7 +281,7 @@ def run_under(
 ) -> list[Blow]:
     """Delivers an epoch under blows, judges it, and returns those that struck."""
     start = time.perf_counter()
-    description, _ = open_stream(work.root, work.config(seed))
+    description, _ = open_stream(work.place, work.config(seed))
     ledger = start_ledger()
     executioner = Executioner(ledger, blows, strike)
     executioner.start()
@@ -372,6 +382,7 @@ def _chain(cluster: Nodes, work: Work, draw: random.Random, restarts: int, folde
         with _driver(cluster, work, seed, world, folder, name, resume=number > 0) as alive:
             # Rows that are delivered again count as well, so a kill may come early, never too late.
             _until(lambda number=number: _committed(ledger, 1) > 0 or (number < restarts and _committed(ledger, 0) >= kills[number]), alive)
+        print(f"driver {number + 1} of {restarts + 1} with {world} ranks: killed after {time.perf_counter() - start:.0f} s", flush=True)
         if number < restarts:
             verdict.faults["driver"] += 1
             verdict.faults["restart at another world size"] += 1
