@@ -155,19 +155,34 @@ class _Build:
         self._await_ready(self._slots)
 
     def _await_ready(self, slots: Sequence[_Slot]) -> None:
-        refs = {slot.actor.ready.remote(): slot for slot in slots}
-        try:
-            pids = ray.get(list(refs), timeout=self._settings.start_timeout_s)
-        except GetTimeoutError as error:
-            raise ResourceUnavailableError(
-                f"{len(slots)} workers were not ready after {self._settings.start_timeout_s:g} s; "
-                f"free resources: {ray.available_resources()}"
-            ) from error
-        except RayTaskError as error:
-            raise cause_of(error) from error
-        for slot, pid in zip(refs.values(), pids, strict=True):
+        refs = [slot.actor.ready.remote() for slot in slots]
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        for slot, ref in zip(slots, refs, strict=True):
+            self.state.pids[slot.number] = self._ready(slot, ref, deadline)
             slot.alive_at = time.monotonic()
-            self.state.pids[slot.number] = pid
+
+    def _ready(self, slot: _Slot, ref: ray.ObjectRef[int], deadline: float) -> int:
+        """Process id of a worker once its teacher is loaded; one that dies while loading is started again."""
+        for left in reversed(range(self._settings.attempts)):
+            try:
+                return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError as error:
+                raise ResourceUnavailableError(
+                    f"worker {slot.number} was not ready after {self._settings.start_timeout_s:g} s; "
+                    f"free resources: {ray.available_resources()}"
+                ) from error
+            except (RayActorError, WorkerCrashedError) as error:
+                if not left:
+                    raise PoisonedWorkError(
+                        f"worker {slot.number} died {self._settings.attempts} times while it loaded its teacher (last: {error}); "
+                        "is there enough memory?"
+                    ) from error
+                self.state.restarts += 1
+                slot.actor = self._start(slot.number)
+                ref = slot.actor.ready.remote()
+            except RayTaskError as error:
+                raise cause_of(error) from error
+        raise SettingsError(f"attempts must be at least 1, found {self._settings.attempts}")
 
     def run(self, works: list[Work], should_stop: Callable[[], bool]) -> bool:
         """Works through a queue; False when stopped before its end."""

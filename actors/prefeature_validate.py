@@ -7,7 +7,9 @@ from pathlib import Path
 
 import ray
 import torch
+from ray.exceptions import RayTaskError
 
+from actors.prefeature_build import cause_of
 from ingest.prefeature.validate import Mapper, Outcome, check_part
 
 
@@ -31,8 +33,15 @@ def _stream(root: str, pairs: list[tuple[int, int]], full: bool, in_flight: int)
     for case_id, action_id in pairs:
         if len(waiting) >= in_flight:
             ready, waiting = ray.wait(waiting, num_returns=1)
-            yield ray.get(ready[0])
+            yield _outcome(ready[0])
         waiting.append(_check.remote(root, case_id, action_id, full))
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1)
-        yield ray.get(ready[0])
+        yield _outcome(ready[0])
+
+
+def _outcome(ref: ray.ObjectRef[Outcome]) -> Outcome:
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        raise cause_of(error) from error

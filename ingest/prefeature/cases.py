@@ -63,11 +63,17 @@ def choose(listing: Listing, count: int, seed: int) -> list[str]:
     """``count`` paths in the order of ``random.Random(seed).sample``; the position is the case id.
 
     Raises:
-        DatasetError: the listing is shorter than ``count``.
+        DatasetError: the listing is shorter than ``count``, or a chosen name is not text.
     """
     if len(listing.paths) < count:
         raise DatasetError(f"image source {listing.root} holds {len(listing.paths)} images, {count} cases are wanted")
-    return random.Random(seed).sample(list(listing.paths), count)
+    chosen = random.Random(seed).sample(list(listing.paths), count)
+    for path in chosen:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(f"image source {listing.root}: the name {os.fsencode(path)!r} is not UTF-8; rename the file") from error
+    return chosen
 
 
 def caption_of(path: str) -> str:
@@ -80,6 +86,8 @@ def cover_and_crop(picture: Image.Image, width: int, height: int) -> Image.Image
     upright = ImageOps.exif_transpose(picture).convert("RGB")
     scale = max(width / upright.width, height / upright.height)
     size = (max(width, round(upright.width * scale)), max(height, round(upright.height * scale)))
+    if size[0] * size[1] > MAX_PIXELS:
+        raise ValueError(f"{upright.width}x{upright.height} would be resized to {size[0]}x{size[1]}")
     resized = upright.resize(size, Image.Resampling.LANCZOS)
     left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
     return resized.crop((left, top, left + width, top + height))

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ingest.errors import DamagedDataError, DatasetError
+from ingest.errors import DamagedDataError
 from ingest.prefeature import layout
 from ingest.prefeature.config import DatasetConfig
 from ingest.prefeature.durable import FileDigest, hash_file
@@ -123,7 +123,7 @@ class TrajectoryCheck:
         self.report.checked[code] += 1
         try:
             check()
-        except (DatasetError, RuntimeError, ValueError) as error:
+        except Exception as error:
             self.report.add_damage(code, error, file)
 
     def _video(self, name: str) -> None:
@@ -242,8 +242,12 @@ class TrajectoryCheck:
 
     def _input65(self, key: RecordKey, step: Loaded, path: str) -> None:
         record = self._tools.manifest.get(key)
-        recorded = None if record is None else record.get("input65_sha256")
-        if self._image is None or not isinstance(recorded, list):
+        if self._image is None or record is None:
+            return
+        recorded: Any = record.get("input65_sha256")
+        steps = self._tools.config.sizes.steps
+        if not (isinstance(recorded, list) and len(cast("list[Any]", recorded)) == steps):
+            self.report.add("input65", f"the manifest holds {recorded!r}, expected {steps} hashes", file=path)
             return
         start = self._trajectory.chunk_frames(key.chunk_id).start
         for number in range(self._tools.config.sizes.steps):
@@ -280,9 +284,11 @@ class TrajectoryCheck:
 
     def _kv(self, key: RecordKey, block: int, context: Loaded, path: str) -> None:
         record = self._tools.manifest.get(key)
-        checks = record.get("kv_check") if record is not None else None
-        if checks is not None and not kv_accepted(checks.get(f"{block:02d}", {})):
-            self.report.add("kv", f"recorded K/V check misses the thresholds: {checks.get(f'{block:02d}')}", file=path)
+        if record is not None:
+            checks: Any = record.get("kv_check")
+            found: Any = cast("dict[str, Any]", checks).get(f"{block:02d}") if isinstance(checks, dict) else None
+            if not (isinstance(found, dict) and kv_accepted(cast("dict[str, float]", found))):
+                self.report.add("kv", f"recorded K/V check is missing or misses the thresholds: {found!r}", file=path)
         tokens = self._tools.config.sizes.frame_tokens
         if self._tools.frozen is not None and context.tensors["img_modulated"].shape[1] and block not in self._rebuilt:
             # one frame of each block: a whole trajectory takes minutes of a CPU, and training rebuilds every frame anyway

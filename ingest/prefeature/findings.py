@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ingest.errors import DamagedDataError
+from ingest.errors import DamagedDataError, ReelrayError
 from ingest.prefeature.jsonio import canonical_json
 
 
@@ -101,7 +101,8 @@ class Report:
     def add_damage(self, code: str, error: Exception, file: str) -> None:
         """Records an error that a check met, with the places that it names."""
         tensor, element = (error.tensor, error.element) if isinstance(error, DamagedDataError) else (None, None)
-        self.add(code, str(error), file=file, tensor=tensor, index=element)
+        text = str(error) if isinstance(error, ReelrayError) else f"{type(error).__name__}: {error}"
+        self.add(code, text, file=file, tensor=tensor, index=element)
 
     def extend(self, other: Report) -> None:
         """Takes in a part's findings and counts."""

@@ -192,6 +192,18 @@ class JournalWriter:
         os.close(self._descriptor)
 
 
+def _require_fields(line: JournalLine) -> None:
+    kind = line.fields.get("kind")
+    if kind not in KINDS or not isinstance(line.fields.get("files"), dict):
+        raise MetadataError(f"{line.where}: not a journal line of kind {', '.join(sorted(KINDS))}")
+    numbers = [line.fields.get(name, 0) for name in ("case_id", "action_id", "chunk_id", "attempt")]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise MetadataError(f"{line.where}: case_id, action_id, chunk_id and attempt must be whole numbers, found {numbers}")
+    checks = line.fields.get("input65_sha256"), line.fields.get("kv_check")
+    if kind == "record" and not line.void and not (isinstance(checks[0], list) and isinstance(checks[1], dict)):
+        raise MetadataError(f"{line.where}: a record without its recorded checks input65_sha256 and kv_check")
+
+
 def read_journals(root: Path, fingerprint: str) -> JournalSet:
     """Reads every worker journal.
 
@@ -211,8 +223,7 @@ def read_journals(root: Path, fingerprint: str) -> JournalSet:
             found.warnings.append(f"{name} line {len(rows) + 1}: torn by a crash, ignored")
         for number, raw in enumerate(rows, 1):
             line = JournalLine(parse_object(raw, f"{name} line {number}"), name, number)
-            if line.fields.get("kind") not in KINDS or not isinstance(line.fields.get("files"), dict):
-                raise MetadataError(f"{line.where}: not a journal line of kind {', '.join(sorted(KINDS))}")
+            _require_fields(line)
             if line.fields.get("build_fingerprint") != fingerprint:
                 raise MetadataError(
                     f"{line.where}: belongs to build {line.fields.get('build_fingerprint')}, this dataset is {fingerprint}; "

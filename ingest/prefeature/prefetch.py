@@ -204,6 +204,7 @@ class RecordPrefetcher:
                     cache=self._headers,
                     buffer=buffer[offset:],
                     solid=read.solid,
+                    metadata=read.metadata,
                     drop_cache=self._drop,
                 )
                 tensors[read.role] = found

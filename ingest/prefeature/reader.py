@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ingest.errors import DamagedDataError, DatasetError
-from ingest.prefeature.tensorfile import Header, TensorEntry, read_header_fd
+from ingest.prefeature.tensorfile import Header, TensorEntry, read_header_fd, require_metadata
 
 PIECE = 16 << 20
 """Bytes of one ``preadv``; larger reads only hold the kernel longer."""
@@ -164,6 +164,7 @@ def read_tensors(
     cache: HeaderCache | None = None,
     buffer: Tensor | None = None,
     solid: Iterable[str] = (),
+    metadata: Mapping[str, str] | None = None,
     drop_cache: bool = False,
 ) -> dict[str, Tensor]:
     """Reads some tensors of one file.
@@ -176,18 +177,20 @@ def read_tensors(
         buffer: contiguous uint8 CPU tensor to read into; the result then lives only as long as the caller leaves it alone.
             A fresh one is made when None.
         solid: tensors in which a piece of zeros means a hole in the file.
+        metadata: what the file's ``__metadata__`` must say.
         drop_cache: tell the kernel that the pages will not be needed again.
 
     Returns:
         Tensors by name, views of the buffer.
 
     Raises:
-        DamagedDataError: missing, truncated, hollow or malformed; names file and tensor.
+        DamagedDataError: missing, truncated, hollow, malformed, or of another record or build; names file and tensor.
         DatasetError: ``buffer`` is too small.
     """
     descriptor = open_file(root, path)
     try:
         header = cache.get(descriptor, path) if cache is not None else read_header_fd(descriptor, path)
+        require_metadata(header, metadata or {}, path)
         plan = plan_read(header, header.entries if names is None else names, path)
         if buffer is None:
             buffer = torch.empty(plan.nbytes, dtype=torch.uint8)

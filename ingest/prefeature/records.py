@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,6 +18,7 @@ from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.manifest import key_of, read_manifest, referenced_files
 from ingest.prefeature.reader import ALIGN
 from ingest.prefeature.schema import case_schema, context_schema, step_schema, text_kv_schema
+from ingest.prefeature.storefiles import FileKind, case_file, context_file, step_file, text_kv_file
 from ingest.prefeature.tensorfile import TensorSpec
 
 SHARED_STEP = ("action_labels", "target_viewmats", "target_Ks", "rope_temporal_size", "start_rope_start_idx")
@@ -57,12 +58,14 @@ class FileRead:
         path: relative path.
         names: tensors to read.
         solid: tensors in which zeros mean a hole.
+        metadata: what the file must say about itself, so that a swapped or stale one is never trained on.
     """
 
     role: str
     path: str
     names: tuple[str, ...]
     solid: tuple[str, ...]
+    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,25 +143,30 @@ class RecordIndex:
         return sum(_payload(schemas.get(read.role) or context_schema(sizes, frames), read.names) for read in self._reads(number))
 
     def _reads(self, number: int) -> tuple[FileRead, ...]:
-        record, sizes = self.records[number], self.config.sizes
+        record, sizes, key = self.records[number], self.config.sizes, self.keys[number]
         steps = range(sizes.steps)
         targets = tuple(f"step_{step}_{name}" for step in steps for name in ("noisy_sample", "frame_condition", "final_hidden", "velocity"))
         times = tuple(f"step_{step}_timestep" for step in steps)
-        reads = [FileRead("step", record["step_tensor_file"], (*SHARED_STEP, *times, *targets), targets)]
+        reads = [FileRead("step", record["step_tensor_file"], (*SHARED_STEP, *times, *targets), targets, self._says(step_file, key))]
         if self.view is not View.PREDICTOR_DISCA:
             hidden = tuple(f"step_{step}_final_hidden" for step in self.previous.steps(sizes.steps))
-            reads.append(FileRead("previous", record["previous_step_tensor_file"], hidden, hidden))
-            reads += [
-                FileRead(f"context_{block:02d}", record["context_prefeature_files"][f"{block:02d}"], CONTEXT_FIELDS, ("img_modulated",))
-                for block in sizes.blocks
-            ]
-        image = ("image_condition_latent",)
+            before = self._says(step_file, RecordKey(key.case_id, key.action_id, key.chunk_id - 1))
+            reads.append(FileRead("previous", record["previous_step_tensor_file"], hidden, hidden, before))
+            for block in sizes.blocks:
+                path, says = record["context_prefeature_files"][f"{block:02d}"], self._says(context_file, key, block)
+                reads.append(FileRead(f"context_{block:02d}", path, CONTEXT_FIELDS, ("img_modulated",), says))
+        image, case = ("image_condition_latent",), self._says(case_file, key.case_id)
         if self.view is View.ROLLOUT:
-            reads.append(FileRead("case", record["case_tensor_file"], image, image))
-            reads.append(FileRead("text", record["text_kv_all54_file"], tuple(spec.name for spec in text_kv_schema(sizes)), ()))
+            reads.append(FileRead("case", record["case_tensor_file"], image, image, case))
+            every = tuple(spec.name for spec in text_kv_schema(sizes))
+            reads.append(FileRead("text", record["text_kv_all54_file"], every, (), self._says(text_kv_file, key.case_id)))
         else:
-            reads.append(FileRead("case", record["case_tensor_file"], tuple(spec.name for spec in case_schema(sizes)), image))
+            reads.append(FileRead("case", record["case_tensor_file"], tuple(spec.name for spec in case_schema(sizes)), image, case))
         return tuple(reads)
+
+    def _says(self, kind_of: Callable[..., FileKind], *which: Any) -> dict[str, str]:
+        kind = kind_of(self.config, *which)
+        return self.config.metadata(kind.kind, kind.key)
 
     def request(self, number: int) -> RecordRequest:
         """What to read for record ``number``.

@@ -24,7 +24,7 @@ from ingest.prefeature.schedule import tensor_sha256
 from ingest.prefeature.schema import case_schema, context_schema, frozen_schema, noise_schema, step_schema, text_kv_schema
 from ingest.prefeature.sizes import Sizes
 from ingest.prefeature.teacher import Teacher, TextKv
-from ingest.prefeature.tensorfile import Header, TensorSpec, describe_difference, read_header
+from ingest.prefeature.tensorfile import Header, TensorSpec, describe_difference, read_header, require_metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,7 @@ def check_header(root: Path, config: DatasetConfig, kind: FileKind) -> Header:
     if difference is not None:
         tensor, text = difference
         raise DamagedDataError(f"{kind.path}: {text}", file=kind.path, tensor=tensor)
-    for name, wanted in config.metadata(kind.kind, kind.key).items():
-        found = header.metadata.get(name)
-        if found != wanted:
-            raise DamagedDataError(
-                f"{kind.path}: __metadata__ {name} is {found!r}, expected {wanted!r}; the file belongs to another record or build",
-                file=kind.path,
-            )
+    require_metadata(header, config.metadata(kind.kind, kind.key), kind.path)
     return header
 
 

@@ -204,3 +204,17 @@ def describe_difference(header: Header, specs: list[TensorSpec]) -> tuple[str, s
         if found != spec:
             return name, f"tensor {name!r} is {found.dtype}{list(found.shape)}, expected {spec.dtype}{list(spec.shape)}"
     return None
+
+
+def require_metadata(header: Header, expected: Mapping[str, str], path: str) -> None:
+    """Checks what a file says about itself.
+
+    Raises:
+        DamagedDataError: it says something else; the message gives both.
+    """
+    for name, wanted in expected.items():
+        found = header.metadata.get(name)
+        if found != wanted:
+            raise DamagedDataError(
+                f"{path}: __metadata__ {name} is {found!r}, expected {wanted!r}; the file belongs to another record or build", file=path
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 from pathlib import Path
 
@@ -87,6 +88,21 @@ def test_an_unreadable_source_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnonsense")
     with pytest.raises(DamagedDataError, match=r"broken\.png: cannot be decoded"):
         prepare_jpeg(tmp_path / "broken.png", 64, 48)
+
+
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
+    (tmp_path / "x.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png"))
+    listing = list_images(tmp_path)
+    assert len(listing.sha256) == 64
+    with pytest.raises(DatasetError, match="not UTF-8; rename the file"):
+        choose(listing, 1, 0)
+
+
+def test_a_sliver_is_not_blown_up(tmp_path: Path) -> None:
+    Image.new("RGB", (40_000, 1)).save(tmp_path / "sliver.png")
+    with pytest.raises(DamagedDataError, match="would be resized to 19200000x480"):
+        prepare_jpeg(tmp_path / "sliver.png", 832, 480)
 
 
 def test_config_and_cases_hold_what_they_must(short_built: Path) -> None:

@@ -64,6 +64,38 @@ def test_equal_duplicates_are_kept_once_and_conflicts_name_both_sides(dataset: P
         merge(dataset)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"case_id": "0"}, "must be whole numbers"),
+        ({"chunk_id": -2}, "must be whole numbers"),
+        ({"attempt": 1.5}, "must be whole numbers"),
+        ({"case_id": True}, "must be whole numbers"),
+        ({"input65_sha256": None}, "without its recorded checks"),
+        ({"kv_check": [1]}, "without its recorded checks"),
+        ({"kind": "other"}, "not a journal line of kind"),
+        ({"files": []}, "not a journal line of kind"),
+        ({"files": {"x": 1}}, "files are malformed"),
+    ],
+)
+def test_lines_that_no_worker_wrote_are_named(dataset: Path, change: dict[str, object], message: str) -> None:
+    lines = [json.loads(line) for line in journal(dataset).read_text(encoding="utf-8").splitlines()]
+    number = next(number for number, line in enumerate(lines) if line["kind"] == "record")
+    lines[number] |= change
+    journal(dataset).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with pytest.raises(MetadataError, match=rf"worker_0\.jsonl line {number + 1}: .*{message}"):
+        merge(dataset)
+
+
+def test_merge_refuses_swapped_files(dataset: Path) -> None:
+    other = STEP.replace("action_02", "action_03")
+    a, b = (dataset / STEP).read_bytes(), (dataset / other).read_bytes()
+    (dataset / STEP).write_bytes(b)
+    (dataset / other).write_bytes(a)
+    with pytest.raises(DamagedDataError, match=r"2 damaged files.*belongs to another record"):
+        merge(dataset)
+
+
 def test_missing_pieces_are_listed_and_partial_never_looks_complete(dataset: Path) -> None:
     (dataset / STEP).unlink()
     with pytest.raises(MetadataError, match=r"chunk_02.* does not exist"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinydata import SHORT, STEP, rewrite
+from tinydata import KEY, SHORT, STEP, rewrite
 
 from ingest.errors import BudgetError, CursorError, DamagedDataError, MetadataError, SelectionError, SettingsError, StreamClosedError
 from ingest.prefeature import layout, prefetch, reader
@@ -178,7 +179,7 @@ def test_a_record_with_zero_context_is_padded_like_any_other(short_built: Path) 
     index = RecordIndex(short_built)
     chosen = index.request(0)
     reads = tuple(
-        type(read)(read.role, read.path.replace("chunk_01", "chunk_00"), read.names, ()) if read.role.startswith("context") else read
+        replace(read, path=read.path.replace("chunk_01", "chunk_00"), solid=(), metadata={}) if read.role.startswith("context") else read
         for read in chosen.reads
     )
     empty = type(chosen)(chosen.key, reads, chosen.nbytes)
@@ -278,6 +279,21 @@ def test_a_damaged_record_raises_when_its_turn_comes(dataset: Path) -> None:
     (dataset / STEP).unlink()
     with pytest.raises(DamagedDataError, match="No such file"):
         keys_of(PrefeatureStream(config(dataset)))
+
+
+@pytest.mark.parametrize("view", [View.PREDICTOR, View.ROLLOUT])
+@pytest.mark.parametrize("kind", ["step", "context", "case"])
+def test_swapped_and_stale_files_are_never_trained_on(dataset: Path, view: View, kind: str) -> None:
+    first, second = {
+        "step": (STEP, STEP.replace("action_02", "action_03")),
+        "context": (layout.context_path(KEY, 0), layout.context_path(KEY, 1)),
+        "case": (layout.case_path(0), layout.case_path(1)),
+    }[kind]
+    a, b = (dataset / first).read_bytes(), (dataset / second).read_bytes()
+    (dataset / first).write_bytes(b)
+    (dataset / second).write_bytes(a)
+    with pytest.raises(DamagedDataError, match="belongs to another record or build"):
+        keys_of(PrefeatureStream(config(dataset, view=view)))
 
 
 def test_a_case_without_its_image_latent_is_named(dataset: Path) -> None:

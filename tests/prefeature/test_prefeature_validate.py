@@ -333,6 +333,14 @@ def edit_manifest(root: Path, change: Callable[[list[dict[str, object]]], None])
     refresh_inventory(root, layout.MANIFEST, layout.TRAIN_MANIFEST)
 
 
+@pytest.mark.parametrize("value", [None, "x", [1], {"00": "x"}, {"00": {"k_rel_l2": "0"}}, {"00": {}}, {}])
+def test_hostile_checks_are_findings_and_never_a_crash(dataset: Path, value: object) -> None:
+    edit_manifest(dataset, lambda records: records[2].update(kv_check=value, input65_sha256=value))
+    report = validate(dataset)
+    assert {finding.code for finding in report.findings} & {"kv", "input65"}
+    assert all(finding.file for finding in report.findings)
+
+
 def test_duplicate_record(dataset: Path) -> None:
     edit_manifest(dataset, lambda records: records.insert(4, records[3]))
     found = only(dataset, "manifest", full=False)
