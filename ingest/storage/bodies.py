@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ingest.errors import StorageError
+from ingest.errors import StorageError, UnsafeInputError
+
+WHOLE_LIMIT = 1024 * 1024 * 1024
+"""Longest object in bytes that is read whole; only metadata is."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_LIMIT = 1024
@@ -30,3 +33,17 @@ def refuse_placeholder(data: bytes, where: str, *, content_type: str = "", whole
             f"{where}: the server answered with a web page instead of the file, probably a login or error page; check the address and "
             "the credentials"
         )
+
+
+def check_whole(size: int, where: str) -> None:
+    """Refuses to read an object whole before anything is allocated for it.
+
+    Args:
+        size: bytes, as the store states them.
+        where: names the object in the error.
+
+    Raises:
+        UnsafeInputError: it is longer than any metadata.
+    """
+    if size > WHOLE_LIMIT:
+        raise UnsafeInputError(f"{where}: {size} bytes cannot be read whole; metadata above {WHOLE_LIMIT} bytes is not read")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError
-from ingest.storage.bodies import refuse_placeholder
+from ingest.storage.bodies import WHOLE_LIMIT, refuse_placeholder
 from ingest.storage.failures import log_failure
 from ingest.storage.retry import RETRYABLE_STATUS, RetryableError, RetryPolicy, retry_after_s
 from ingest.storage.secrets import quiet_http_logs, redact
@@ -26,8 +26,6 @@ _CONNECT_S = 15.0
 _SLOWEST_BYTES_PER_S = 16384
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
 _JSON_LIMIT = 256 * 1024 * 1024
-WHOLE_LIMIT = 1024 * 1024 * 1024
-"""Longest object in bytes that is read whole; only metadata is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ingest.errors import ObjectNotFoundError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
+from ingest.storage.bodies import check_whole
 from ingest.storage.executor import fetch_ranges
 from ingest.storage.http import Reply, ask
 from ingest.storage.http_objects import HttpObjects
@@ -24,6 +25,7 @@ from ingest.storage.retry import RetryableError, RetryPolicy
 _LINK = re.compile(r"""href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
 _HEADS_AT_ONCE = 8
 _MAX_LISTED = 200_000
+_MAX_DEPTH = 16
 _MAX_NUMBERED = 100_000
 
 
@@ -102,7 +104,10 @@ class HttpStore:
 
     def read_all(self, path: str) -> bytes:
         size = self._known.get(check_relative(path)).size
-        return self._objects.read(path) if size is None else self.read_ranges(path, [(0, size)])[0]
+        if size is None:
+            return self._objects.read(path)
+        check_whole(size, f"{self.url}/{path}")
+        return self.read_ranges(path, [(0, size)])[0]
 
     def open(self, path: str) -> BinaryIO:
         return open_ranges(self, path)
@@ -131,6 +136,8 @@ class HttpStore:
                 if link in seen or not link.startswith(page):
                     continue
                 seen.add(link)
+                if link.count("/") - base.count("/") > _MAX_DEPTH:
+                    raise StorageError(f"{page}: directory pages nest deeper than {_MAX_DEPTH} levels; give the folder of a dataset")
                 if link.endswith("/"):
                     pending.append(link)
                 else:

@@ -14,7 +14,7 @@ from ingest import settings
 from ingest.errors import LocationError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage import hub_api, hub_cache
 from ingest.storage.base import ByteRange, ObjectIdentity
-from ingest.storage.bodies import refuse_placeholder
+from ingest.storage.bodies import check_whole, refuse_placeholder
 from ingest.storage.executor import fetch_ranges
 from ingest.storage.http_objects import HttpObjects
 from ingest.storage.hub_api import TreeEntry
@@ -166,7 +166,9 @@ class HubDatasetStore:
             # Metadata is read file by file: one listing serves them all.
             self._list("meta", recursive=True)
         # With the size known, a body cut short by an honest-looking proxy is noticed.
-        data = self.read_ranges(path, [(0, self.size(path))])[0]
+        size = self.size(path)
+        check_whole(size, f"{self.url}/{path}")
+        data = self.read_ranges(path, [(0, size)])[0]
         hub_cache.store_snapshot_file(self._repo_id, self._commit, self._prefix + path, data)
         return data
 
@@ -277,7 +279,9 @@ class HubBucketStore:
         data = hub_cache.cached_content(f"xet:{known.tag}:{known.size}") if known.tag else None
         if data is None:
             hub_api.refuse_offline(f"{self.url}/{path}")
-            data = self.read_ranges(path, [(0, self.size(path))])[0]
+            size = self.size(path)
+            check_whole(size, f"{self.url}/{path}")
+            data = self.read_ranges(path, [(0, size)])[0]
             if known.tag:
                 hub_cache.store_content(f"xet:{known.tag}:{known.size}", data)
         return data

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import BinaryIO
 
 from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
-from ingest.storage.bodies import refuse_placeholder
+from ingest.storage.bodies import check_whole, refuse_placeholder
 from ingest.storage.paths import check_relative
 
 
@@ -53,21 +55,32 @@ class LocalStore:
 
     def identity(self, path: str) -> ObjectIdentity:
         try:
-            stat = os.stat(self._path(path))
+            found = os.stat(self._path(path))
         except OSError as error:
             raise self._fail(path, error) from error
-        return ObjectIdentity(path, stat.st_size, f"{stat.st_mtime_ns}:{stat.st_ctime_ns}")
+        return ObjectIdentity(path, found.st_size, f"{found.st_mtime_ns}:{found.st_ctime_ns}")
 
     def size(self, path: str) -> int:
         size = self.identity(path).size
         assert size is not None  # local files always have one
         return size
 
-    def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+    def _descriptor(self, path: str) -> int:
         try:
-            descriptor = os.open(self._path(path), os.O_RDONLY | os.O_CLOEXEC)
+            # Without blocking: opening a pipe would wait for a writer, and reading a device might never end.
+            descriptor = os.open(self._path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise self._fail(path, error) from error
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return descriptor
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise ObjectNotFoundError(f"{self.root / path}: {os.strerror(errno.EISDIR)}")
+        raise StorageError(f"{self.root / path}: is no regular file; put the file itself there")
+
+    def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+        descriptor = self._descriptor(path)
         try:
             return [self._read(descriptor, path, start, stop) for start, stop in ranges]
         except OSError as error:
@@ -94,10 +107,12 @@ class LocalStore:
         return data
 
     def read_all(self, path: str) -> bytes:
-        try:
-            data = self._path(path).read_bytes()
-        except OSError as error:
-            raise self._fail(path, error) from error
+        with self.open(path) as file:
+            check_whole(os.fstat(file.fileno()).st_size, str(self.root / path))
+            try:
+                data = file.read()
+            except OSError as error:
+                raise self._fail(path, error) from error
         refuse_placeholder(data[:256], str(self.root / path), whole=len(data) <= 256)
         return data
 
@@ -110,7 +125,4 @@ class LocalStore:
         return [self.identity(path.replace(os.sep, "/")) for path in sorted(found)]
 
     def open(self, path: str) -> BinaryIO:
-        try:
-            return open(self._path(path), "rb")
-        except OSError as error:
-            raise self._fail(path, error) from error
+        return os.fdopen(self._descriptor(path), "rb")

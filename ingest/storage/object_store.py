@@ -19,7 +19,7 @@ from ingest import settings
 from ingest.errors import AccessDeniedError, ObjectChangedError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage import aws
 from ingest.storage.base import ByteRange, ObjectIdentity
-from ingest.storage.bodies import refuse_placeholder
+from ingest.storage.bodies import check_whole, refuse_placeholder
 from ingest.storage.executor import fetch_ranges
 from ingest.storage.failures import log_failure
 from ingest.storage.known import Known, KnownObjects, clean_tag
@@ -96,6 +96,7 @@ class ObjectStore:
     def read_all(self, path: str) -> bytes:
         known = self._entry(path)
         assert known.size is not None  # object stores always state sizes
+        check_whole(known.size, f"{self.url}/{path}")
         return self._read(path, known, 0, known.size) if known.size else b""
 
     def open(self, path: str) -> BinaryIO:

@@ -12,7 +12,15 @@ import pytest
 from servers.clock import FakeTime, no_sleep
 from servers.ranges import Fault, RangeServer, Reply, Request, WebServer, fail_nth, range_reply
 
-from ingest.errors import AccessDeniedError, ObjectChangedError, ObjectNotFoundError, ShortReadError, StorageError, TransientStorageError
+from ingest.errors import (
+    AccessDeniedError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+    TransientStorageError,
+    UnsafeInputError,
+)
 from ingest.storage.base import Store
 from ingest.storage.https import HttpStore
 from ingest.storage.locations import parse_location
@@ -236,6 +244,22 @@ def test_head_not_allowed_falls_back_to_a_byte(fast: RetryPolicy) -> None:
 def test_redirects_stay_on_the_web(fast: RetryPolicy, target: str) -> None:
     with WebServer(lambda _: Reply(302, {"location": target})) as server, pytest.raises(StorageError, match="redirects to"):
         _store(server, fast).read_ranges("v", [(0, 5)])
+
+
+def test_directory_pages_without_end_are_left(fast: RetryPolicy) -> None:
+    with WebServer(lambda _: Reply(200, {"content-type": "text/html"}, b'<html><a href="deeper/">x</a></html>')) as server:
+        with pytest.raises(StorageError, match="nest deeper than 16 levels"):
+            open_store(parse_location(server.url), policy=fast).list("meta")
+        assert len(server.requests) < 20
+
+
+def test_a_size_beyond_belief_is_refused_before_anything_is_planned(fast: RetryPolicy) -> None:
+    with WebServer(lambda _: Reply(200, {"content-length": "9" * 17}, b"")) as server:
+        store = open_store(parse_location(server.url), policy=fast)
+        assert store.size("meta/info.json") == int("9" * 17)
+        with pytest.raises(UnsafeInputError, match="cannot be read whole"):
+            store.read_all("meta/info.json")
+        assert [request.method for request in server.requests] == ["HEAD"]
 
 
 def test_redirect_loops_end(fast: RetryPolicy) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, UnsafeInputError
+from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError, UnsafeInputError
 from ingest.storage.atomic import write_atomic
 from ingest.storage.base import Store
 from ingest.storage.local import LocalStore
@@ -46,6 +46,28 @@ def test_errors(tmp_path: Path) -> None:
         (tmp_path / "a").chmod(0)
         with pytest.raises(AccessDeniedError):
             store.read_all("a")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "info.json"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "device":
+        place.symlink_to("/dev/zero")
+    else:
+        place.mkdir()
+    store = LocalStore.at(tmp_path)
+    for read in (store.read_all, store.open, lambda path: store.read_ranges(path, [(0, 1)])):
+        with pytest.raises(StorageError, match="no regular file" if kind != "folder" else "Is a directory"):
+            read("info.json")
+
+
+def test_metadata_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UnsafeInputError, match="cannot be read whole"):
+        LocalStore.at(tmp_path).read_all("sparse")
 
 
 @pytest.mark.parametrize(
