@@ -189,7 +189,7 @@ class EpisodeDatasource(Datasource):
             return granted >= 0
 
         def read() -> Iterator[pa.Table]:
-            yield from _read_rows(ray.get(job), units, may_fetch)
+            yield from _read_rows(_fetched(job), units, may_fetch)
 
         metadata = BlockMetadata(num_rows=len(units), size_bytes=int(units.nbytes.sum()), exec_stats=None, input_files=None)
         return ReadTask(read, metadata, per_task_row_limit=row_limit)
@@ -224,6 +224,19 @@ def load_error(text: str) -> ReelrayError:
     for name, value in described["fields"].items():
         setattr(error, name, tuple(value) if isinstance(value, list) else value)
     return error
+
+
+_jobs: OrderedDict[str, ReadJob] = OrderedDict()
+
+
+def _fetched(job: ray.ObjectRef[ReadJob]) -> ReadJob:
+    """A job, kept in this worker process from task to task: it holds the metadata of the whole dataset."""
+    name = job.hex()
+    if name not in _jobs:
+        _jobs[name] = ray.get(job)
+        while len(_jobs) > 2:
+            _jobs.popitem(last=False)
+    return _jobs[name]
 
 
 _readers: OrderedDict[str, tuple[UnitReader, Counters]] = OrderedDict()
