@@ -16,7 +16,8 @@ from reelray.commands.prefeature_arguments import ClusterArguments, SizeArgument
 
 if TYPE_CHECKING:
     from actors.prefeature_build import BuildState
-    from ingest.prefeature.sync import Runner
+    from ingest.prefeature.remote import Remote
+    from ingest.prefeature.sync import Runner, SyncReport
 
 Positional = tyro.conf.Positional
 
@@ -135,24 +136,43 @@ class PrefeatureBuild(ClusterArguments):
         from actors.prefeature_build import run_build
         from actors.prefeature_transfer import ray_runner
         from ingest.prefeature.merge import merge
+        from ingest.prefeature.sync import sync
 
         sizes = _checked_root(self.root)
-        with self.cluster(), _graceful() as should_stop:
-            state, _, finished = run_build(
-                self.root, self.choice(sizes), self.settings(self.deep), should_stop=should_stop, on_progress=_Ticker()
-            )
-        note(f"{state.done}/{state.total} trajectories complete, {state.chunks} chunks built, {amount(state.nbytes)} written")
-        if not finished:
-            return 1
-        if self.merge:
-            report = merge(self.root)
-            for warning in report.warnings:
-                note(f"warning: {warning}")
-            note(f"{report.records} records merged, {report.train_records} for training")
-        if self.remote is not None and self.merge:
-            with self.cluster():
-                _sync(self.root, self.remote, execute=True, runner=ray_runner(tasks=max(1, self.workers)))
+        remote = self._checked_remote()
+        sent = None
+        with self.cluster():
+            with _graceful() as should_stop:
+                settings = self.settings(self.deep)
+                state, _, finished = run_build(self.root, self.choice(sizes), settings, should_stop=should_stop, on_progress=_Ticker())
+            note(f"{state.done}/{state.total} trajectories complete, {state.chunks} chunks built, {amount(state.nbytes)} written")
+            if not finished:
+                return 1
+            if self.merge:
+                report = merge(self.root)
+                for warning in report.warnings:
+                    note(f"warning: {warning}")
+                note(f"{report.records} records merged, {report.train_records} for training")
+            if remote is not None:
+                sent = sync(self.root, remote, execute=True, runner=ray_runner(tasks=self.workers))
+        if sent is not None:
+            _show_sync(sent, as_json=False)
         return 0
+
+    def _checked_remote(self) -> Remote | None:
+        """The durable copy, refused now rather than after days of building."""
+        from ingest.errors import SettingsError
+        from ingest.prefeature.config import read_config
+        from ingest.prefeature.remote import Remote
+        from ingest.prefeature.sync import require_same_dataset
+
+        if self.remote is None:
+            return None
+        if not self.merge:
+            raise SettingsError("--remote sends what was merged: leave --no-merge out, or the remote")
+        remote = Remote(self.remote)
+        require_same_dataset(remote, read_config(self.root), remote.list())
+        return remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,16 +284,11 @@ def _runner(tasks: int) -> Iterator[Runner | None]:
         yield ray_runner(tasks=tasks)
 
 
-def _sync(
-    root: Path, url: str, *, execute: bool, read_back: bool = True, threads: int = 8, as_json: bool = False, runner: Runner | None = None
-) -> int:
+def _show_sync(report: SyncReport, as_json: bool) -> int:
+    """Prints what a sync did; status 1 when the remote does not carry a success mark for this state."""
     from dataclasses import asdict
 
-    from ingest.prefeature.remote import Remote
-    from ingest.prefeature.sync import sync
-
-    report = sync(root, Remote(url), execute=execute, read_back=read_back, threads=threads, runner=runner)
-    verb = "sent" if execute else "would be sent (dry run; add --execute)"
+    verb = "sent" if report.executed else "would be sent (dry run; add --execute)"
     lines = [f"{len(report.uploads)} files, {amount(report.nbytes)} {verb}"]
     if report.changed:
         lines.append(f"warning: {len(report.changed)} files changed since the merge ({report.changed[0]}, ...); merge and validate again")
@@ -282,7 +297,7 @@ def _sync(
     if not report.success:
         lines.append("warning: no success mark for this state; run 'reelray prefeature validate', then sync again")
     show(asdict(report), as_json, "\n".join(lines))
-    return 0 if report.success or not execute else 1
+    return 0 if report.success or not report.executed else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,16 +321,13 @@ class PrefeatureSync:
 
     def run(self) -> int:
         """Syncs; status 1 when the remote does not carry a success mark for this state."""
+        from ingest.prefeature.remote import Remote
+        from ingest.prefeature.sync import sync
+
+        remote = Remote(self.remote)
         with _runner(self.ray_tasks) as runner:
-            return _sync(
-                self.root,
-                self.remote,
-                execute=self.execute,
-                read_back=self.read_back,
-                threads=self.threads,
-                as_json=self.json,
-                runner=runner,
-            )
+            report = sync(self.root, remote, execute=self.execute, read_back=self.read_back, threads=self.threads, runner=runner)
+        return _show_sync(report, self.json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,9 +123,12 @@ def test_wrong_places(run: Run, dataset: Path, tmp_path: Path) -> None:
     refused(run("sync", dataset, "--remote", str(tmp_path)), "expected one of file://")
     refused(run("ensure", tmp_path / "new", "--remote", f"file://{tmp_path / 'empty' / 'v4'}"), "_inventory.jsonl")
     assert not (tmp_path / "new").exists()
+    refused(run("build", dataset, "--remote", "s3://bucket"), "never a bucket's root")
+    refused(run("build", dataset, "--remote", "memory://a/b", "--no-merge"), "leave --no-merge out")
     (tmp_path / "full" / "v4").mkdir(parents=True)
     (tmp_path / "full" / "v4" / "thesis.tex").write_text("years of work", encoding="utf-8")
     refused(run("sync", dataset, "--remote", f"file://{tmp_path / 'full' / 'v4'}", "--execute"), "wrong prefix")
+    refused(run("build", dataset, "--remote", f"file://{tmp_path / 'full' / 'v4'}"), "wrong prefix")
     assert [path.name for path in (tmp_path / "full" / "v4").iterdir()] == ["thesis.tex"]
 
 

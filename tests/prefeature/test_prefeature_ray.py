@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
+from servers.s3 import find_moto
 from tinydata import KEY, SHORT, STEP, prepare, tree_digest
 
 from actors.prefeature_build import BuildSettings, BuildState, run_build
@@ -27,9 +29,12 @@ from ingest.prefeature.holdout import HoldoutItem
 from ingest.prefeature.journal import read_journals
 from ingest.prefeature.merge import merge
 from ingest.prefeature.remote import Remote
+from ingest.prefeature.sizes import resized
 from ingest.prefeature.sync import ensure, sync
 from ingest.prefeature.teachers import TeacherChoice
 from ingest.prefeature.validate import validate
+from train_integration.demo_prefeature import run_demo
+from train_integration.demo_s3 import s3_server
 from train_integration.prefeature_stream import PrefeatureStreamConfig
 from train_integration.prefeature_training import PrefeatureTraining, train
 
@@ -130,6 +135,29 @@ def test_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
     assert merge(root).records == 24
 
 
+def test_a_worker_that_dies_while_loading_is_started_again(tmp_path: Path) -> None:
+    root, _ = prepare(tmp_path)
+    ended = threading.Event()
+
+    def kill_the_first() -> None:
+        while not ended.wait(0.02):
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "PrefeatureWorker" in " ".join(process.cmdline()):
+                        process.kill()
+                        return
+
+    killer = threading.Thread(target=kill_the_first)
+    killer.start()
+    try:
+        state, _, finished = run_build(root, CHOICE, settings(1), cases_only=True)
+    finally:
+        ended.set()
+        killer.join()
+    assert finished
+    assert state.restarts == 1
+
+
 def test_work_that_always_ends_its_worker_is_named(tmp_path: Path) -> None:
     root, _ = prepare(tmp_path)
 
@@ -161,6 +189,19 @@ def test_holdout_videos_on_the_cluster(short_built: Path, tmp_path: Path) -> Non
     root.mkdir()
     assert run_holdout(root, images, [item], short_built, CHOICE, **options) == 8  # type: ignore[arg-type]
     assert run_holdout(root, images, [item], short_built, CHOICE, **options) == 0  # type: ignore[arg-type]
+
+
+def test_the_demo_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable = find_moto()
+    with contextlib.ExitStack() as stack:
+        remote = None
+        if executable is not None:
+            for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.delenv(name, raising=False)
+            stack.enter_context(s3_server(Path(executable), "durable"))
+            remote = "s3://durable/datasets/v4"
+        assert run_demo(tmp_path, resized(SHORT, cases=1), workers=2, kills=1, remote=remote, seed=3)
+    assert "AWS_ENDPOINT_URL" not in os.environ or executable is None
 
 
 def test_transfers_as_ray_tasks(dataset: Path, tmp_path: Path) -> None:
