@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,11 +79,11 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         for name in ("byte_budget_gb", "prefetch_batches", "prefetch_units", "fetch_threads", "decode_threads", "stall_s"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
         for name in ("decoded_budget_gb", "lane_frames", "epochs"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise SettingsError(f"{name} must be positive, found {value}")
         if self.plan.tail == "loop" and self.damage == "skip_episode":
             raise SettingsError(

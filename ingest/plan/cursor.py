@@ -19,6 +19,8 @@ VERSION = 1
 MAX_CURSOR_CHARACTERS = 1 << 20
 MAX_SEGMENTS = 1000
 _MAX_NUMBER = 1 << 38
+MAX_EPOCH = _MAX_NUMBER
+"""Largest epoch number."""
 EVERY_EPOCH = -1
 """Segment number of an episode that was skipped in an earlier epoch and is left out from the start."""
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from ingest.errors import CursorError, PlanError
 from ingest.plan.batches import RankPlan, RankTable
-from ingest.plan.cursor import Cursor, Fingerprint, plan_fingerprint
+from ingest.plan.cursor import MAX_EPOCH, Cursor, Fingerprint, plan_fingerprint
 from ingest.plan.mixture import mixture_pieces
 from ingest.plan.pieces import Pieces
 from ingest.plan.segment import SegmentPlan
-from ingest.plan.settings import PlanSettings
+from ingest.plan.settings import PlanSettings, require_int
 from ingest.plan.skipping import left_out, without_skipped
 from ingest.plan.units import Units
 
@@ -143,10 +143,12 @@ def plan_epoch(units: Units, settings: PlanSettings, cursor: Cursor | None = Non
         epoch: epoch number when there is no cursor.
 
     Raises:
+        SettingsError: when the epoch is out of range.
         PlanError: when a rank or worker would own nothing at the start of a run, or nothing is selected.
         BudgetError: when a unit exceeds the byte budget.
         CursorError: when the cursor belongs to another plan.
     """
+    require_int("epoch", epoch, least=0, most=MAX_EPOCH)
     fingerprint = plan_fingerprint(units, settings)
     starting = cursor is None
     if cursor is None:

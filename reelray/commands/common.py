@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -277,7 +278,7 @@ class OrderArguments:
         """As the planner's settings."""
         if self.dp_rank is not None and not 0 <= self.dp_rank < self.ranks:
             raise SettingsError(f"dp_rank must be in 0..{self.ranks - 1}, found {self.dp_rank}")
-        if self.byte_budget_gb <= 0:
+        if not 0 < self.byte_budget_gb < math.inf:
             raise SettingsError(f"byte_budget_gb must be positive, found {self.byte_budget_gb}")
         return PlanSettings(
             strategy=self.strategy,

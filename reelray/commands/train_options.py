@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -130,7 +131,7 @@ def require_positive(options: Any, names: tuple[str, ...], prefix: str = "") -> 
     """
     for name in names:
         value = getattr(options, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise SettingsError(f"{prefix}{name} must be positive, found {value}")
 
 

@@ -78,3 +78,17 @@ def test_cursor_files_stay_small_however_often_the_topology_changes(root: Path, 
         sizes.append(cursor.stat().st_size)
     assert max(sizes[:8]) <= 1024
     assert all(after - before <= 80 for before, after in pairwise(sizes))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("option", ["--byte-budget-gb", "--decoded-budget-gb"])
+def test_budgets_that_are_none(root: Path, capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    assert main(["stream", str(root), "--engine", "local", option, value]) == 1
+    assert f"{option[2:].replace('-', '_')} must be positive, found {float(value)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("epoch", ["-1", "99999999999999999999"])
+def test_epochs_that_are_none(root: Path, capsys: pytest.CaptureFixture[str], epoch: str) -> None:
+    for command in (["plan"], ["stream", "--engine", "local"]):
+        assert main([*command, str(root), "--epoch", epoch]) == 1
+        assert "SettingsError: epoch must be" in capsys.readouterr().err
