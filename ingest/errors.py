@@ -148,6 +148,10 @@ class ShortReadError(StorageError):
     """A range read returned another number of bytes than was asked for."""
 
 
+class PlaceholderError(StorageError):
+    """Something else stands where the object should be: a Git LFS pointer, or a web page. Trying again does not help."""
+
+
 class ObjectChangedError(StorageError):
     """The object is no longer the one that was indexed; the message names both identities."""
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ingest.errors import DatasetError, MetadataError, ObjectNotFoundError, ReelrayError, StorageError, UnsafeInputError
+from ingest.errors import DatasetError, MetadataError, ObjectNotFoundError, PlaceholderError, ReelrayError, UnsafeInputError
 from ingest.lerobot.footer import GroupTable, parse_footer
 from ingest.storage.base import Store
 
@@ -83,10 +83,7 @@ class ParquetSource:
             raw = self._footer_bytes()
         except ObjectNotFoundError as error:
             raise self.make_error(f"{self.where} is missing") from error
-        except StorageError as refused:
-            # Stores refuse Git LFS pointers and web pages by their first bytes; any narrower class is a fault of the transport.
-            if type(refused) is not StorageError:
-                raise
+        except PlaceholderError as refused:
             raise self.make_error(f"{self.store.url}: {refused}") from refused
         try:
             groups = parse_footer(raw)

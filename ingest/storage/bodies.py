@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingest.errors import StorageError, UnsafeInputError
+from ingest.errors import PlaceholderError, UnsafeInputError
 
 WHOLE_LIMIT = 1024 * 1024 * 1024
 """Longest object in bytes that is read whole; only metadata is."""
@@ -21,15 +21,15 @@ def refuse_placeholder(data: bytes, where: str, *, content_type: str = "", whole
         whole: whether ``data`` is the object's whole content.
 
     Raises:
-        StorageError: a Git LFS pointer or a web page stands where the file should be.
+        PlaceholderError: a Git LFS pointer or a web page stands where the file should be.
     """
     if data.startswith(_POINTER) and (not whole or len(data) <= _POINTER_LIMIT):
-        raise StorageError(
+        raise PlaceholderError(
             f"{where}: is a Git LFS pointer of a few lines, not the file itself; fetch the files with 'git lfs pull', or stream the "
             "dataset from the Hub"
         )
     if content_type.partition(";")[0].strip().lower() == "text/html" and not where.lower().endswith((".html", ".htm")):
-        raise StorageError(
+        raise PlaceholderError(
             f"{where}: the server answered with a web page instead of the file, probably a login or error page; check the address and "
             "the credentials"
         )

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 from fsspec.core import url_to_fs  # pyright: ignore[reportUnknownVariableType, reportMissingTypeStubs]
 from fsspec.implementations.memory import MemoryFileSystem  # pyright: ignore[reportMissingTypeStubs]
 
-from ingest.errors import AccessDeniedError, ObjectNotFoundError, ShortReadError, StorageError
+from ingest.errors import AccessDeniedError, ObjectChangedError, ObjectNotFoundError, ShortReadError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
 from ingest.storage.bodies import refuse_placeholder
 from ingest.storage.executor import fetch_ranges
@@ -46,6 +46,7 @@ class FsspecStore:
         self._policy = policy or RetryPolicy()
         self._known = known or KnownObjects()
         self._unstable: dict[str, str] = {}
+        self._created: dict[str, str] = {}
         self._opened: tuple[int, Any, str] | None = None
         self._lock = threading.Lock()
 
@@ -135,7 +136,19 @@ class FsspecStore:
         info: Mapping[str, Any] = self._call(path, "info", lambda: file_system.info(f"{root}/{path}"))
         if info.get("type") == "directory":
             raise ObjectNotFoundError(f"{self.url}/{path}: is a folder, not a file")
+        self._notice(path, info)
         return self._known.see(path, _known_of(info), f"{self.url}/{path}")
+
+    def _notice(self, path: str, info: Mapping[str, Any]) -> None:
+        """Notices a file in memory that was replaced. When it was made tells nothing to another process, so this never leaves the store."""
+        made = info.get("created")
+        if self._location.kind != "memory" or made is None:
+            return
+        first = self._created.setdefault(path, str(made))
+        if first != str(made):
+            raise ObjectChangedError(
+                f"{self.url}/{path}: changed while it was in use: it was made at {first}, now it is one made at {made}"
+            )
 
     def _read(self, path: str, start: int, stop: int | None) -> bytes:
         file_system, root = self._file_system()

@@ -66,6 +66,16 @@ def test_a_change_of_size_is_noticed(memory: Store) -> None:
         memory.read_ranges("videos/a.mp4", [(0, 4)])
 
 
+def test_a_replacement_of_equal_size_is_noticed(memory: Store) -> None:
+    memory.read_ranges("videos/a.mp4", [(0, 4)])
+    again = pickle.loads(pickle.dumps(memory))
+    files: Any = fsspec.filesystem("memory")
+    files.pipe("/ds/videos/a.mp4", BODY[::-1])
+    with pytest.raises(ObjectChangedError, match=r"videos/a\.mp4: changed .* made at .* made at"):
+        memory.read_ranges("videos/a.mp4", [(0, 4)])
+    assert again.read_ranges("videos/a.mp4", [(0, 4)]) == [BODY[::-1][:4]], "a store that had not read it yet takes it as it is"
+
+
 class _Counting(MemoryFileSystem):
     """Counts the bytes that the file system is asked for, and fails on demand."""
 

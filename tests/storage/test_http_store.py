@@ -16,6 +16,7 @@ from ingest.errors import (
     AccessDeniedError,
     ObjectChangedError,
     ObjectNotFoundError,
+    PlaceholderError,
     ShortReadError,
     StorageError,
     TransientStorageError,
@@ -199,7 +200,7 @@ def test_a_web_page_instead_of_the_file(server: RangeServer, fast: RetryPolicy) 
     server.fault = lambda _: Fault("html")
     store = _store(server, fast, "set")
     for read in (lambda: store.read_ranges("meta/info.json", [(0, 1)]), lambda: store.read_all("meta/info.json")):
-        with pytest.raises(StorageError, match="web page"):
+        with pytest.raises(PlaceholderError, match="web page"):
             read()
     assert len(server.requests) == 2
 
@@ -209,9 +210,9 @@ def test_a_git_lfs_pointer_instead_of_the_file(server: RangeServer, fast: RetryP
     server.objects["set/v.mp4"] = pointer
     (tmp_path / "v.mp4").write_bytes(pointer)
     for store in (_store(server, fast, "set"), open_store(tmp_path)):
-        with pytest.raises(StorageError, match="git lfs pull"):
+        with pytest.raises(PlaceholderError, match="git lfs pull"):
             store.read_ranges("v.mp4", [(0, len(pointer))])
-        with pytest.raises(StorageError, match="git lfs pull"):
+        with pytest.raises(PlaceholderError, match="git lfs pull"):
             store.read_all("v.mp4")
 
 
