@@ -24,7 +24,8 @@ from ingest.prefeature.rollout import Trajectory, final_latents
 from ingest.prefeature.scan import Loaded, WholeReader, first_nonfinite, first_zero_run
 from ingest.prefeature.schedule import euler_step, tensor_bytes, tensor_sha256, timesteps
 from ingest.prefeature.schema import CONTEXT_SHARED
-from ingest.prefeature.storefiles import FileKind, check_header, context_file, record_files, step_file
+from ingest.prefeature.storefiles import FileKind, check_structure, context_file, record_files, step_file
+from ingest.prefeature.tensorfile import require_metadata
 from ingest.prefeature.videos import check_video
 
 _DENSE = ("img_modulated", "noisy_sample", "frame_condition", "final_hidden", "velocity", "image_condition_latent")
@@ -64,11 +65,18 @@ def first_difference(found: Tensor, expected: Tensor) -> int | None:
 
 
 def load_and_scan(tools: CheckTools, kind: FileKind, reader: WholeReader, report: Report) -> Loaded | None:
-    """Header, hash, finite and hole checks of one file; None when its contents cannot be trusted further."""
+    """Header, hash, finite and hole checks of one file; None when its tensors are not those of the schema.
+
+    A file that calls itself something else is a finding, and its contents are looked at all the same.
+    """
     path = kind.path
     report.checked["header"] += 1
     try:
-        check_header(tools.root, tools.config, kind)
+        header = check_structure(tools.root, kind)
+        try:
+            require_metadata(header, tools.config.metadata(kind.kind, kind.key), path)
+        except DamagedDataError as error:
+            report.add_damage("header", error, path)
         if not tools.full:
             return None
         loaded = reader.load(tools.root, path)

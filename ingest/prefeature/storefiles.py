@@ -86,12 +86,22 @@ def check_header(root: Path, config: DatasetConfig, kind: FileKind) -> Header:
     Raises:
         DamagedDataError: anything differs; the message says what.
     """
+    header = check_structure(root, kind)
+    require_metadata(header, config.metadata(kind.kind, kind.key), kind.path)
+    return header
+
+
+def check_structure(root: Path, kind: FileKind) -> Header:
+    """Size, names, shapes and dtypes of a file.
+
+    Raises:
+        DamagedDataError: anything differs; the message says what.
+    """
     header = read_header(root, kind.path)
     difference = describe_difference(header, kind.specs)
     if difference is not None:
         tensor, text = difference
         raise DamagedDataError(f"{kind.path}: {text}", file=kind.path, tensor=tensor)
-    require_metadata(header, config.metadata(kind.kind, kind.key), kind.path)
     return header
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from tinydata import SHORT, STEP, context, refresh_inventory, rewrite
 from torch import Tensor
@@ -254,6 +255,16 @@ def test_a_broken_condition_is_found_and_named(dataset: Path, case: Break) -> No
     assert matching, report.to_text()
     assert not (dataset / layout.SUCCESS).exists()
     assert json.loads((dataset / layout.LOGS / "validation.json").read_text(encoding="utf-8"))["ok"] is False
+
+
+def test_a_file_that_another_program_rewrote_is_still_searched(dataset: Path) -> None:
+    tensors = safetensors.torch.load_file(dataset / STEP)
+    tensors["step_2_velocity"].view(-1)[31] = NAN
+    safetensors.torch.save_file(tensors, dataset / STEP)
+    report = validate(dataset)
+    places = {(finding.code, finding.file, finding.tensor, finding.index) for finding in report.findings}
+    assert ("finite", STEP, "step_2_velocity", 31) in places
+    assert {"header", "hash", "finite"} <= {place[0] for place in places}
 
 
 def test_every_condition_is_broken_by_some_line() -> None:
