@@ -13,7 +13,7 @@ import ray
 import tyro
 
 from actors.sidecar_build import ClusterSettings, build_on_cluster
-from ingest.engine.indexing import IndexedSource
+from ingest.engine.indexing import IndexedSource, log_progress
 from ingest.errors import ReelrayError, SidecarError
 from ingest.lerobot.source import open_source
 from ingest.storage.locations import parse_location
@@ -61,7 +61,7 @@ class BuildSidecars:
         )
         if not ray.is_initialized():
             ray.init(address=self.address or os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level=logging.WARNING)
-        report = build_on_cluster(videos, how)
+        report = build_on_cluster(videos, how, progress=log_progress(videos.store.url))
         build = report.build
         state = "was there" if build.reused else f"built from {build.files} files in {build.elapsed_s:.1f} s ({report.resumed} resumed)"
         lines = [f"{build.path}: {state}"]
@@ -72,6 +72,7 @@ class BuildSidecars:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m actors.build_sidecars``; errors are one line and status 1."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         return tyro.cli(BuildSidecars, args=arguments, prog="python -m actors.build_sidecars").run()
     except ReelrayError as error:

@@ -129,7 +129,7 @@ def open_index(videos: IndexedSource, options: IndexOptions) -> VideoIndex:
         return probing
     request = videos.request(lock_timeout_s=options.lock_timeout_s, workers=options.workers)
     try:
-        return request.open(options.progress or _logging_progress(videos.store.url))
+        return request.open(options.progress or log_progress(videos.store.url))
     except (DamagedDataError, ObjectNotFoundError) as error:
         # One file that cannot be indexed must not hide the others: the check of the selection names what it touches.
         reason = error
@@ -141,7 +141,8 @@ def open_index(videos: IndexedSource, options: IndexOptions) -> VideoIndex:
     return probing
 
 
-def _logging_progress(where: str) -> Callable[[BuildProgress], None]:
+def log_progress(where: str) -> Callable[[BuildProgress], None]:
+    """Logs a build: every twentieth of it, once a second at most, with its rate and the time left."""
     share = seconds = 0.0
 
     def log(progress: BuildProgress) -> None:

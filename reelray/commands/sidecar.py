@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ingest import settings
-from ingest.engine.indexing import IndexedSource
+from ingest.engine.indexing import IndexedSource, log_progress
 from ingest.errors import ObjectNotFoundError, SettingsError, SidecarError
 from reelray.commands.common import Flat, PlaceArguments, human_bytes, print_facts, print_json, progress_bar
 
@@ -113,7 +113,7 @@ class SidecarBuild:
         if self.output is None and self.episodes is not None:
             raise SettingsError("a sidecar of some episodes is not one that streams look for: give --output")
         with progress_bar(len(paths), " files", "indexing") as bar:
-            report, cluster = self._build(opened, paths, _progress(bar))
+            report, cluster = self._build(opened, paths, _progress(bar, opened.store.url))
         published = _push(opened, report.path) if self.push else None
         facts: dict[str, Any] = {
             "sidecar": str(report.path),
@@ -284,7 +284,8 @@ class SidecarPush:
         path = None if self.sidecar is None else self.sidecar.expanduser()
         if path is None:
             with progress_bar(len(opened.paths), " files", "indexing") as bar:
-                resolved = resolve_sidecar(opened.store, opened.paths, **opened.identity(), workers=self.workers, progress=_progress(bar))
+                progress = _progress(bar, opened.store.url)
+                resolved = resolve_sidecar(opened.store, opened.paths, **opened.identity(), workers=self.workers, progress=progress)
             path = resolved.path
         published = _push(opened, path)
         facts = {"published": published.location, "path": published.path, "branch": published.branch or "none", "sidecar": str(path)}
@@ -295,7 +296,11 @@ class SidecarPush:
         return 0
 
 
-def _progress(bar: Any) -> Progress:
+def _progress(bar: Any, where: str) -> Progress:
+    """Moves a bar on a terminal, writes log lines elsewhere."""
+    if bar.disable:
+        return log_progress(where)
+
     def progress(done: BuildProgress) -> None:
         bar.update(done.done - bar.n)
 

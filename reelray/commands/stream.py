@@ -150,6 +150,8 @@ class Stream:
             for record in summary.skipped:
                 print(f"skipped episode {record['episode']} ({record['frames']} frames): {record['message']}")
             print_language(language_report(dataset))
+            if not dataset.payload_checked:
+                print("payload unchecked: `reelray sidecar build SRC --checksums` records what fetched pictures are compared with")
         return 0
 
 
