@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ from ingest.prefeature.tensorfile import read_header
 
 HASH_CACHE = f"{layout.LOGS}/hash_cache.json"
 UPLOAD_TRIES = 3
+BATCH_FILES, BATCH_BYTES = 512, 32 << 30
+"""After so much the remote learns what it holds; a sync that breaks off sends at most this much again."""
+
 PARTS = ("base", "text-kv", "all")
 _UNDER_WAY = b'{"state":"objects are being replaced; this mark attests nothing"}\n'
 
@@ -211,7 +214,7 @@ def sync(
     local = cache.digests(sorted(inventory), run)
     changed = sorted(path for path, digest in inventory.items() if local[path] != digest)
     lines = inventory_lines(local)
-    theirs = parse_inventory_bytes(remote.read(layout.INVENTORY)) if layout.INVENTORY in present else {}
+    theirs = _recorded_remotely(remote) if layout.INVENTORY in present else {}
     stale = [path for path, digest in sorted(local.items()) if present.get(path) != digest.size or theirs.get(path) != digest]
     journals = {path.relative_to(root).as_posix(): hash_file(path) for path in sorted((root / layout.JOURNALS).glob("worker_*.jsonl"))}
     stale += [path for path, digest in journals.items() if present.get(path) != digest.size or remote.digest(path) != digest]
@@ -225,13 +228,19 @@ def sync(
         send = functools.partial(_send, remote, root, digests, read_back)
         first = [layout.CONFIG] if layout.CONFIG in stale or layout.CONFIG not in present else []
         last = [name for name in (layout.CASES, layout.MANIFEST, layout.TRAIN_MANIFEST) if name in stale]
-        for path in first:
-            send(path)
-        data = [path for path in stale if path not in first and path not in last]
         if layout.SUCCESS in present and any(path in present for path in stale):
             # whoever restores meanwhile is told at once, rather than after gigabytes that do not fit together
             remote.write(layout.SUCCESS, _UNDER_WAY)
-        list(run(send, data))
+        # the remote inventory vouches for what is verified and for nothing else, so a sync that breaks off can be continued
+        verified = {path: digest for path, digest in theirs.items() if path not in set(stale)}
+        if verified != theirs:
+            remote.write(layout.INVENTORY, inventory_lines(verified))
+        for path in first:
+            send(path)
+        for batch in _batches([path for path in stale if path not in first and path not in last], digests):
+            list(run(send, batch))
+            verified |= {path: local[path] for path in batch if path in local}
+            remote.write(layout.INVENTORY, inventory_lines(verified))
         now = remote.list()
         wanted = local | journals
         lost = [path for path, digest in sorted(wanted.items()) if path not in last and now.get(path) != digest.size]
@@ -241,6 +250,26 @@ def sync(
             send(path)
         cache.save()
     return SyncReport(tuple(stale), sum((local | journals)[path].size for path in stale), tuple(changed), tuple(unknown), valid, execute)
+
+
+def _batches(paths: Sequence[str], digests: Mapping[str, FileDigest]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    nbytes = 0
+    for path in paths:
+        if batch and (len(batch) >= BATCH_FILES or nbytes + digests[path].size > BATCH_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(path)
+        nbytes += digests[path].size
+    if batch:
+        yield batch
+
+
+def _recorded_remotely(remote: Remote) -> dict[str, FileDigest]:
+    try:
+        return parse_inventory_bytes(remote.read(layout.INVENTORY))
+    except MetadataError:
+        return {}  # nothing is known about the objects, so all of them are sent
 
 
 def parse_inventory_bytes(data: bytes) -> dict[str, FileDigest]:

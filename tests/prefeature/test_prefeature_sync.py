@@ -17,9 +17,10 @@ from tinydata import SHORT, STEP, tree_digest
 
 from ingest.errors import DamagedDataError, LocationError, MetadataError, SettingsError, StorageError
 from ingest.prefeature import layout
+from ingest.prefeature import sync as sync_module
 from ingest.prefeature.build import build_local
 from ingest.prefeature.config import fingerprint_of
-from ingest.prefeature.durable import write_tensors
+from ingest.prefeature.durable import FileDigest, write_tensors
 from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.merge import merge
 from ingest.prefeature.reader import read_tensors
@@ -164,6 +165,60 @@ def test_an_unvalidated_dataset_is_sent_without_the_mark(dataset: Path, copy: Re
     assert not sync(dataset, copy, execute=True).success
     with pytest.raises(StorageError, match="_SUCCESS"):
         ensure(tmp_path / "other", copy)
+
+
+def test_a_sync_that_breaks_off_goes_on_where_it_stopped(
+    dataset: Path, watched: tuple[Watched, Remote], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fs, remote = watched
+    monkeypatch.setattr(sync_module, "BATCH_FILES", 16)
+    total = len(sync(dataset, remote, execute=False).uploads)
+    real, left = Remote.upload, [60]
+
+    def upload(self: Remote, source: Path, path: str) -> FileDigest:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StorageError("connection reset")
+        return real(self, source, path)
+
+    monkeypatch.setattr(Remote, "upload", upload)
+    with pytest.raises(StorageError, match="reset"):
+        sync(dataset, remote, execute=True, threads=1)
+    monkeypatch.setattr(Remote, "upload", real)
+    with pytest.raises(StorageError, match="_SUCCESS"):
+        ensure(tmp_path / "elsewhere", remote)
+    fs.opened.clear()
+    rest = sync(dataset, remote, execute=True, threads=1)
+    assert rest.success
+    assert total - 60 <= len(rest.uploads) <= total - 48
+    assert len(fs.opened) <= len(rest.uploads) + 3
+    assert ensure(tmp_path / "elsewhere", remote, parts="all", deep=True).complete
+    assert tree_digest(tmp_path / "elsewhere") == tree_digest(dataset)
+
+
+def test_what_is_being_replaced_is_not_vouched_for(dataset: Path, watched: tuple[Watched, Remote]) -> None:
+    """A file changes, its upload breaks off after it arrived, and the file changes back: the old record must not count."""
+    _, remote = watched
+    sync(dataset, remote, execute=True)
+    old = (dataset / STEP).read_bytes()
+    (dataset / STEP).write_bytes(old[:-1] + bytes([old[-1] ^ 1]))
+    real = Remote.digest
+
+    def digest(self: Remote, path: str) -> FileDigest:
+        if path == STEP:
+            raise StorageError("connection reset")
+        return real(self, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Remote, "digest", digest)
+        with pytest.raises(StorageError, match="reset"):
+            sync(dataset, remote, execute=True)
+    assert remote.read(STEP) != old
+    (dataset / STEP).write_bytes(old)
+    merge(dataset)
+    validate(dataset)
+    assert STEP in sync(dataset, remote, execute=True).uploads
+    assert remote.read(STEP) == old
 
 
 def test_unknown_remote_objects_are_reported_and_kept(dataset: Path, copy: Remote) -> None:
