@@ -257,7 +257,9 @@ def _runs(moov: bytes, table: dict[bytes, Box], kind: bytes, count: int, value: 
     lengths = runs["count"].astype(np.int64)
     covered = int(lengths.sum())
     if covered != count:
-        raise fail(path, f"{name} covers {covered} samples, the size table has {count}")
+        raise fail(
+            path, f"{name} covers {covered} samples, the size table has {count}: the times of the rest are unknown; write the file again"
+        )
     used = lengths > 0
     values = runs["value"][used].astype(np.int64)
     if bool(np.all(values == values[0])):

@@ -64,6 +64,12 @@ def test_a_sidecar_is_shown_in_short_or_file_by_file(source: LocalStore, paths: 
         show_index(sidecar, file="none.mp4")
 
 
+def test_a_sidecar_of_another_name_is_one_all_the_same(source: LocalStore, paths: list[str], tmp_path: Path) -> None:
+    build_sidecar(source, paths, tmp_path / "index", repo_id="a/b", revision="v3.0")
+    assert show_index(tmp_path / "index")["repo_id"] == "a/b"
+    assert show_index(tmp_path / "index", file=paths[0])["pictures"] == 20
+
+
 def test_verifying_finds_what_changed(source: LocalStore, paths: list[str], tmp_path: Path) -> None:
     sidecar = tmp_path / "s.npz"
     build_sidecar(source, paths, sidecar, repo_id="a/b", revision="v3.0", checksums=True)

@@ -27,7 +27,7 @@ def show_index(source: Path | str, *, file: str | None = None, max_probe_bytes: 
     """The index of one video file as plain data, or the contents of a sidecar.
 
     Args:
-        source: an MP4 or QuickTime file, or a sidecar (``.npz``).
+        source: an MP4 or QuickTime file, or a sidecar, whatever its name.
         file: with a sidecar, which of its source files to show; None lists them.
         max_probe_bytes: most metadata bytes read from a video file.
 
@@ -41,7 +41,7 @@ def show_index(source: Path | str, *, file: str | None = None, max_probe_bytes: 
         StorageError: it cannot be read.
     """
     path = Path(source)
-    if path.suffix == ".npz":
+    if _is_archive(path):
         with SidecarArchive(path) as archive:
             return _show_table(archive.table(file)) if file is not None else _show_sidecar(archive)
     store = LocalStore.at(path.parent)
@@ -60,6 +60,13 @@ def show_index(source: Path | str, *, file: str | None = None, max_probe_bytes: 
             file=str(path),
         )
     return _show_table(table)
+
+
+def _is_archive(path: Path) -> bool:
+    if path.suffix == ".npz" or not path.is_file():
+        return path.suffix == ".npz"
+    with path.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04"
 
 
 def _first_misframed(store: LocalStore, table: SampleTable) -> int | None:
