@@ -24,7 +24,7 @@ from ingest.storage.locations import parse_location
 from ingest.storage.stores import open_store
 
 DATASET = MakeOptions(episodes=64, frames="40:60", cameras=1, size=(192, 256), gop=10, video_files=8, data_files=2, pattern="noise")
-RANKS, BATCH, PASSES = 4, 8, 3
+RANKS, LANES, BATCH, PASSES = 4, 4, 8, 3
 FETCH_THREADS, AHEAD_BYTES = 16, 24 << 20
 
 Serve = Callable[[float, float | None], Any]
@@ -57,7 +57,7 @@ class _AheadReader:
 def _epoch(store: Store, began: float) -> tuple[float, float, int]:
     """Seconds from ``began`` to the first batch, seconds from there to the last, and samples after the first batch."""
     dataset = open_dataset(store, return_uint8=True)
-    settings = PlanSettings(strategy="lanes", world_size=RANKS, batch_size=BATCH, dataset=dataset.fingerprint())
+    settings = PlanSettings(strategy="lanes", lanes=LANES, world_size=RANKS, batch_size=BATCH, dataset=dataset.fingerprint())
     plan = plan_epoch(dataset.units(lane_frames=64), settings)
     reader = _AheadReader(dataset.reader(), plan.units, plan.rank(0))
     pictures = DecodedUnits(dataset.spec, (dataset.location,), dataset.counters)
