@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ingest.lerobot.findings import Finding
 from ingest.lerobot.info import Info
 from ingest.lerobot.parquet import ParquetSource, float_column, integer_column, read_columns
 from ingest.storage.base import Store
+from ingest.storage.together import together
 
 EPISODES_PREFIX = "meta/episodes"
 
@@ -155,7 +157,7 @@ def read_episode_table(store: Store, info: Info) -> tuple[EpisodeTable, list[Fin
         MetadataError: no or unreadable metadata, a missing column or value, or two rows of one episode that differ.
     """
     paths = metadata_files(store)
-    parts = [_read_file(ParquetSource(store, path), info.cameras) for path in paths]
+    parts = together(store, [partial(_read_file, ParquetSource(store, path), info.cameras) for path in paths])
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     origin = np.repeat(np.arange(len(paths), dtype=np.int32), [len(part["episode_index"]) for part in parts])
     order = np.argsort(columns["episode_index"], kind="stable")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from ingest.lerobot.info import Info, read_info
 from ingest.lerobot.tasks import Stats, Tasks, read_stats, read_tasks
 from ingest.lerobot.videomap import CameraMap, check_picture_count, map_cameras
 from ingest.storage.base import Store
+from ingest.storage.together import together
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +141,9 @@ def open_source(store: Store, *, allow_unknown_version: bool = False) -> Source:
 def describe_source(store: Store, *, allow_unknown_version: bool = False) -> tuple[Source, list[Finding]]:
     """Like ``open_source``, but contradictions are returned instead of raised, so that an audit sees all of them."""
     info = read_info(store, allow_unknown_version=allow_unknown_version)
-    table, findings = read_episode_table(store, info)
-    source, found = assemble(store, info, table, read_tasks(store), read_stats(store), findings)
-    return source, found
+    reads: list[Callable[[], Any]] = [partial(read_episode_table, store, info), partial(read_tasks, store), partial(read_stats, store)]
+    (table, findings), tasks, stats = together(store, reads)
+    return assemble(store, info, table, tasks, stats, findings)
 
 
 def assemble(

@@ -5,6 +5,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -27,6 +28,7 @@ from ingest.storage.https import HttpStore
 from ingest.storage.locations import parse_location
 from ingest.storage.retry import RetryPolicy
 from ingest.storage.stores import open_store
+from ingest.storage.together import together
 from ingest.storage.traffic import traffic
 
 BODY = Random(1).randbytes(100_000)
@@ -344,3 +346,22 @@ def test_a_store_is_small_and_picklable(server: RangeServer, fast: RetryPolicy) 
     again = pickle.loads(pickle.dumps(store))
     assert again.url == store.url
     assert len(pickle.dumps(store)) < 1500
+
+
+def test_reads_together_overlap_and_the_first_error_in_order_wins(server: RangeServer, fast: RetryPolicy, tmp_path: Path) -> None:
+    barrier, order = threading.Barrier(3), []
+    store = _store(server, fast)
+
+    def read(number: int, *, meets: bool) -> int:
+        order.append(number)
+        if meets:
+            barrier.wait(10)
+        if number == 7:
+            raise StorageError("seven")
+        return number
+
+    assert together(store, [partial(read, number, meets=True) for number in range(3)]) == [0, 1, 2]
+    with pytest.raises(StorageError, match="seven"):
+        together(store, [partial(read, number, meets=False) for number in (1, 7, 2)])
+    order.clear()
+    assert together(open_store(tmp_path), [partial(read, number, meets=False) for number in range(5)]) == order == [0, 1, 2, 3, 4]
