@@ -25,6 +25,7 @@ from ingest.prefeature.kvmath import FrozenTeacher
 from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.reader import read_tensors
 from ingest.prefeature.rollout import CaseTensors, ChunkResult, Trajectory, final_latents, history_sha256, run_chunk, run_context
+from ingest.prefeature.scan import WholeReader, flaws
 from ingest.prefeature.schedule import tensor_sha256
 from ingest.prefeature.storefiles import (
     FileKind,
@@ -123,6 +124,7 @@ class Workshop:
         self.noise: Tensor = load_noise(root, self.config)
         self.journal = JournalWriter(root, worker, self.config.fingerprint, lock_wait_s=lock_wait_s)
         self._deep = deep
+        self._reader = WholeReader()
 
     def close(self) -> None:
         """Releases the journal."""
@@ -230,10 +232,11 @@ class Workshop:
                 past = _Past.of(known, "record", case_id, action_id, chunk)
                 wanted = past.files if self._deep else None
                 complete = problem_with(self.root, self.config, record_files(self.config, key), wanted) is None
-                if complete and self._follows(key, trajectory, case, latents, rebuilt=bool(built)):
-                    if past.line is None:
-                        self._register(key, past.attempt)
-                        registered.append(chunk)
+                complete = complete and self._follows(key, trajectory, case, latents, rebuilt=bool(built))
+                if complete and past.line is None:
+                    complete = self._register(key, past.attempt)
+                    registered += [chunk] if complete else []
+                if complete:
                     final = self._stored_latents(key)
                     kept.append(chunk)
                     progress("chunk_kept", 0)
@@ -265,10 +268,16 @@ class Workshop:
         self.journal.append("record", files, **fields, attempt=attempt, seconds=round(seconds, 3))
         progress("chunk_built", sum(digest.size for digest in files.values()))
 
-    def _register(self, key: RecordKey, attempt: int) -> None:
-        """Journals a record that was completed just before a crash kept its line from being written."""
-        files = {kind.path: hash_file(self.root / kind.path) for kind in record_files(self.config, key)}
+    def _register(self, key: RecordKey, attempt: int) -> bool:
+        """Journals a record that was completed just before a crash kept its line from being written; False when its contents are bad."""
+        files: dict[str, FileDigest] = {}
+        for kind in record_files(self.config, key):
+            loaded = self._reader.load(self.root, kind.path)
+            if any(flaws(loaded)):
+                return False
+            files[kind.path] = loaded.digest
         self.journal.append("record", files, **record_fields(self.root, self.config, key), attempt=attempt)
+        return True
 
     def _stored_latents(self, key: RecordKey) -> Tensor:
         last = self.config.sizes.steps - 1

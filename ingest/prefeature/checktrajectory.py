@@ -21,15 +21,12 @@ from ingest.prefeature.findings import Report
 from ingest.prefeature.kvmath import FrozenTeacher, compare, input65, kv_accepted
 from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.rollout import Trajectory, final_latents
-from ingest.prefeature.scan import Loaded, WholeReader, first_nonfinite, first_zero_run
+from ingest.prefeature.scan import DENSE, Loaded, WholeReader, flaws
 from ingest.prefeature.schedule import euler_step, tensor_bytes, tensor_sha256, timesteps
 from ingest.prefeature.schema import CONTEXT_SHARED
 from ingest.prefeature.storefiles import FileKind, check_structure, context_file, record_files, step_file
 from ingest.prefeature.tensorfile import require_metadata
 from ingest.prefeature.videos import check_video
-
-_DENSE = ("img_modulated", "noisy_sample", "frame_condition", "final_hidden", "velocity", "image_condition_latent")
-"""Name endings of tensors in which zeros mean a hole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +86,10 @@ def load_and_scan(tools: CheckTools, kind: FileKind, reader: WholeReader, report
         wanted = tools.inventory.get(path)
         if wanted != loaded.digest:
             report.add("hash", f"content is {loaded.digest}, the inventory says {wanted}", file=path)
-    for name, entry in loaded.header.entries.items():
-        report.checked["finite"] += 1
-        at = first_nonfinite(loaded.raw[name], entry.spec.dtype)
-        if at is not None:
-            report.add("finite", f"value {float(loaded.tensors[name].flatten()[at])}", file=path, tensor=name, index=at)
-        if name.endswith(_DENSE):
-            report.checked["hole"] += 1
-            zero = first_zero_run(loaded.raw[name])
-            if zero is not None:
-                index = zero // entry.spec.torch_dtype.itemsize
-                report.add("hole", f"zeros from byte {entry.start + zero} of the file", file=path, tensor=name, index=index)
+    report.checked["finite"] += len(loaded.tensors)
+    report.checked["hole"] += sum(name.endswith(DENSE) for name in loaded.tensors)
+    for flaw in flaws(loaded):
+        report.add(flaw.code, flaw.message, file=path, tensor=flaw.tensor, index=flaw.index)
     return loaded
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,20 @@ HOLE_BYTES = 512
 """Zeros this long at a multiple of their length cannot come from a transformer: a disk that lost a page leaves them."""
 
 _EXPONENT = {"BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
+
+
+DENSE = ("img_modulated", "noisy_sample", "frame_condition", "final_hidden", "velocity", "image_condition_latent")
+"""Name endings of tensors in which zeros mean a hole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A bad value or a hole: ``code`` is ``finite`` or ``hole``, ``index`` the flat index of the first bad element."""
+
+    code: str
+    tensor: str
+    index: int
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +125,14 @@ def first_zero_run(raw: NDArray[np.uint8]) -> int | None:
     if len(tail) >= HOLE_BYTES // 4 and not tail.any():
         return whole
     return None if raw.any() else 0
+
+
+def flaws(loaded: Loaded) -> Iterator[Flaw]:
+    """Every tensor's first bad value, and its first hole where it should be dense."""
+    for name, entry in loaded.header.entries.items():
+        at = first_nonfinite(loaded.raw[name], entry.spec.dtype)
+        if at is not None:
+            yield Flaw("finite", name, at, f"value {float(loaded.tensors[name].flatten()[at])}")
+        zero = first_zero_run(loaded.raw[name]) if name.endswith(DENSE) else None
+        if zero is not None:
+            yield Flaw("hole", name, zero // entry.spec.torch_dtype.itemsize, f"zeros from byte {entry.start + zero} of the file")

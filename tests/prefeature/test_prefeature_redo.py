@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinydata import KEY, SHORT, STEP, context, prepare, tree_digest
+from tinydata import KEY, SHORT, STEP, context, prepare, rewrite, tree_digest
 
 from ingest.errors import DatasetError, MetadataError
 from ingest.prefeature import layout
@@ -113,6 +113,25 @@ def test_a_withdrawn_record_is_missing_until_it_is_built(dataset: Path) -> None:
     assert [report.registered for report in reports if report.registered] == [(KEY.chunk_id,)]
     merge(dataset, verify_hashes=True)
     assert validate(dataset).ok
+
+
+@pytest.mark.parametrize("value", [float("nan"), None])
+def test_an_unknown_record_is_registered_only_when_its_contents_are_sound(dataset: Path, short_built: Path, value: float | None) -> None:
+    (dataset / layout.journal_path(0)).unlink()
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        if value is None:
+            tensors["img_modulated"][:, 20:] = 0
+        else:
+            tensors["img_modulated"].view(-1)[5] = value
+
+    rewrite(dataset, context(2), spoil)
+    reports = build_local(dataset, ReferenceTeacher(SHORT))
+    assert [report.built for report in reports if report.built] == [(KEY.chunk_id,)]
+    assert sum(len(report.registered) for report in reports) == 23
+    merge(dataset, verify_hashes=True)
+    assert validate(dataset).ok
+    assert tree_digest(dataset) == tree_digest(short_built)
 
 
 def test_other_text_is_refused_before_anything_is_replaced(dataset: Path) -> None:
