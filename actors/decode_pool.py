@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from actors.slab import AttachedSlabs, SlabHandle
 from ingest import __version__
 from ingest.engine.pictures import PictureForm, decode_run, located
 from ingest.engine.unit import Track
-from ingest.errors import DamagedDataError, VersionSkewError
+from ingest.errors import DamagedDataError, StreamClosedError, VersionSkewError
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ class Decoder:
             raise located(error, request.dataset, request.episode, request.track) from error
         cpu = time.process_time() - start
         return DecodeAnswer({"reelray_pictures_decoded": decoded, "reelray_decode_cpu_seconds": cpu})
+
+    def warm(self, slab: SlabHandle) -> None:
+        """Maps a stream's memory before its first call."""
+        with contextlib.suppress(StreamClosedError):
+            self._slabs.warm(slab)
 
     def forget(self, token: bytes) -> None:
         """Unmaps the slots of a stream that has ended."""

@@ -233,7 +233,16 @@ class AttachedSlabs:
                 self._mapped[key] = found
         return found[1].view(slot, shape, dtype)
 
-    def _attach(self, handle: SlabHandle) -> _Slots:
+    def warm(self, handle: SlabHandle) -> None:
+        """Maps a slab with all its pages, so that no page is met for the first time while pictures are being decoded.
+
+        Raises:
+            StreamClosedError: the owner is gone or has closed the slab.
+        """
+        with self._lock:
+            self._mapped[handle.pid, handle.token] = (handle.slots, self._attach(handle, populate=True))
+
+    def _attach(self, handle: SlabHandle, *, populate: bool = False) -> _Slots:
         gone = StreamClosedError(f"the frame slab of process {handle.pid} is gone: its rank has ended or closed the stream")
         try:
             descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -242,7 +251,7 @@ class AttachedSlabs:
         try:
             if os.pread(descriptor, 16, 0) != handle.token:
                 raise gone
-            memory = mmap.mmap(descriptor, handle.nbytes)
+            memory = mmap.mmap(descriptor, handle.nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0))
         except (OSError, ValueError) as error:
             raise gone from error
         finally:

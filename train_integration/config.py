@@ -18,6 +18,7 @@ from ray.train import DataConfig
 
 from actors.node_cache import node_index
 from actors.pool_client import DecodePoolClient
+from actors.slab import SlabHandle
 from ingest.engine.counters import Counters
 from ingest.errors import ResourceUnavailableError, SettingsError
 from ingest.plan import Cursor
@@ -27,6 +28,8 @@ from train_integration.options import StreamDescription, decoded_budget_bytes
 from train_integration.stream import SampleStream
 
 _MIN_OBJECT_STORE_BYTES = 64 << 20
+_WARM_S = 30.0
+"""Seconds that decoders may take to map a stream's memory ahead; those that take longer map it when they need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,10 @@ class RankShard:
                 for actor in actors:
                     actor.forget.remote(token)
 
-            return PoolDecoding(DecodePoolClient(actors, counters), handles.location, forget)
+            def warm(slab: SlabHandle) -> None:
+                ray.wait([actor.warm.remote(slab) for actor in actors], num_returns=len(actors), timeout=_WARM_S)
+
+            return PoolDecoding(DecodePoolClient(actors, counters), handles.location, forget, warm)
 
         return backend
 

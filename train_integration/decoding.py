@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from actors.decode_pool import DecodeAnswer, DecodeRequest
 from actors.pool_client import DecodePoolClient
-from actors.slab import BlockSlab, FrameSlab
+from actors.slab import BlockSlab, FrameSlab, SlabHandle
 from actors.stream_metrics import PoolLoad
 from ingest.engine.blocks import BlockStore, HeapBlocks
 from ingest.engine.counters import Counters
@@ -41,6 +41,10 @@ class DecodeBackend(Protocol):
             batch: pictures of one block.
             blocks: blocks that will be in use at a time, about.
         """
+        ...
+
+    def warm(self, blocks: BlockStore) -> None:
+        """Lets decoders meet memory whose pages exist before their first call."""
         ...
 
     def submit(
@@ -81,12 +85,14 @@ class PoolDecoding:
         client: the pool's client; closed with this object.
         dataset: location of the dataset, for messages.
         forget: called with a slab's token when the slab is closed.
+        warm: called with the handle of a slab that the decoders may map ahead.
     """
 
-    def __init__(self, client: DecodePoolClient, dataset: str, forget: Callable[[bytes], None]) -> None:
+    def __init__(self, client: DecodePoolClient, dataset: str, forget: Callable[[bytes], None], warm: Callable[[SlabHandle], None]) -> None:
         self._client = client
         self._dataset = dataset
         self._forget = forget
+        self._warm = warm
         self._slabs: list[FrameSlab | BlockSlab] = []
 
     def make_frames(self, slot_bytes: int, slots: int) -> FrameSlab:
@@ -98,6 +104,10 @@ class PoolDecoding:
         slab = BlockSlab(slot_bytes, batch, blocks)
         self._slabs.append(slab)
         return slab
+
+    def warm(self, blocks: BlockStore) -> None:
+        assert isinstance(blocks, BlockSlab)  # made by make_blocks
+        self._warm(blocks.handle)
 
     def submit(
         self,
@@ -161,6 +171,9 @@ class InlineDecoding:
         store = HeapBlocks(slot_bytes, batch)
         self._stores.append(store)
         return store
+
+    def warm(self, blocks: BlockStore) -> None:
+        """Nothing to do: threads share the pages of the rank."""
 
     def submit(
         self,

@@ -181,6 +181,8 @@ class Producer:
             scheduler = self._schedule(stretch)
             if self._ledger.paused and scheduler.stores.batches is not None:
                 scheduler.stores.batches.warm()
+                for blocks in scheduler.stores.batches.stores.values():
+                    self._backend.warm(blocks)
             self._started.set()
             while not self._stop.is_set():
                 last_pass = epochs is not None and done + 1 >= epochs
@@ -272,11 +274,13 @@ class Producer:
 
     def _without(self, stretch: Stretch, scheduler: BatchScheduler, failure: UnitFailure) -> Stretch:
         """The plan from the failing step on without the damaged episode, or the error where the policy says so."""
-        error, plan = failure.error, stretch.plan
+        error, plan, units = failure.error, stretch.plan, scheduler.units
+        dataset, episode = int(units.dataset[failure.key]), int(units.episode[failure.key])
+        sources = self._of.description.job.sources
+        if isinstance(error, DamagedDataError) and len(sources) > 1:
+            _say_dataset(error, sources[dataset].store.url)
         if self._config.damage != "skip_episode" or not isinstance(error, DamagedDataError):
             raise error
-        units = scheduler.units
-        dataset, episode = int(units.dataset[failure.key]), int(units.episode[failure.key])
         frames = stretch.frames_left(dataset, episode, failure.step)
         self._of.skipped(dataset, episode, failure.step, frames, error)
         cursor = plan.cursor.advance(failure.step - plan.cursor.batches).skip(dataset, episode, failure.step)
@@ -313,3 +317,10 @@ class Producer:
         self._thread.join(timeout=10)
         self._drop_all()
         self._backend.close()
+
+
+def _say_dataset(error: DamagedDataError, location: str) -> None:
+    """Names the dataset of a mixture that an error is about; decoders know the mixture alone."""
+    text = str(error) if error.dataset is None else str(error).removeprefix(f"{error.dataset}: ")
+    error.args = (f"{location}: {text}", *error.args[1:])
+    error.dataset = location

@@ -52,13 +52,16 @@ def test_a_block_is_used_again_only_when_no_view_of_it_is_left(make: Callable[[]
 
 def test_what_another_process_writes_is_what_the_batch_holds_also_after_growth() -> None:
     store, other = BlockSlab(SIZE, 3, 1), AttachedSlabs()
+    other.warm(store.handle)
     blocks = [store.take() for _ in range(4)]
     for block in blocks:
         for place in range(3):
             other.view(store.handle, block.first + place, SHAPE, np.uint8)[:] = block.first + place
     assert [block.memory.reshape(3, -1).max(axis=1).tolist() for block in blocks] == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(4)]
-    held = blocks[0].memory
+    held, handle = blocks[0].memory, store.handle
     store.close()
+    with pytest.raises(StreamClosedError):
+        AttachedSlabs().warm(handle)
     assert held.max() == 2, "a batch that was handed out outlives its store"
 
 
