@@ -37,7 +37,7 @@ from ingest.prefeature.teachers import TeacherChoice
 from ingest.prefeature.validate import validate
 from train_integration.cluster import ray_session
 from train_integration.demo_s3 import s3_server
-from train_integration.prefeature_stream import PrefeatureStreamConfig
+from train_integration.prefeature_stream import PrefeatureStream, PrefeatureStreamConfig
 from train_integration.prefeature_training import PrefeatureTraining, train
 
 
@@ -162,11 +162,13 @@ def run_demo(folder: Path, sizes: Sizes, *, workers: int, kills: int, remote: st
     again = validate(root, mapper=ray_mapper(root, full=True))
     restored = again.ok and text.complete and digests(root) == before
     _say(started, f"restore: {len(base.restored) + len(text.restored)} files, {len(again.findings)} findings, byte for byte: {restored}")
+    stream = PrefeatureStreamConfig(str(root), batch_size=2)
+    last_step = PrefeatureStream(stream, world_size=2).steps - 1
     plan = PrefeatureTraining(
-        stream=PrefeatureStreamConfig(str(root), batch_size=2),
+        stream=stream,
         epochs=2,
-        save_every=4,
-        crash_step=6,
+        save_every=max(1, min(4, last_step)),
+        crash_step=min(6, last_step),
         crash_marker=str(folder / "crashed"),
     )
     result = train(plan, folder / "training", workers=2)
