@@ -83,7 +83,7 @@ def mixture_pieces(units: Units, settings: PlanSettings, epoch: int) -> Pieces:
 
 
 def mixture_ends(counts: NDArray[np.int64], quotas: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """Where to cut each dataset's line so that every part has whole blocks, as far as they go.
+    """Where to cut each dataset's line so that every part has whole blocks, as far as they go; fewer blocks than parts are cut.
 
     Args:
         counts: frames of each dataset, int64[D].
@@ -95,6 +95,7 @@ def mixture_ends(counts: NDArray[np.int64], quotas: NDArray[np.int64], parts: in
     """
     used = quotas > 0
     blocks = int((counts[used] // quotas[used]).min()) if used.any() else 0
+    blocks = blocks if blocks >= parts else 0
     whole = even_bounds(blocks, parts)[None, :] * quotas[:, None]
     rest = np.stack([even_bounds(int(count), parts) for count in counts - blocks * quotas])
     return whole + rest

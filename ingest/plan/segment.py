@@ -74,10 +74,11 @@ class SegmentPlan:
     def _refuse_empty_ranks(self) -> None:
         empty = np.flatnonzero(self.ranks.frames == 0)
         if len(empty):
+            otherwise = "" if self._may_cut else ", or set share='frame_exact'"
             raise PlanError(
                 f"rank {empty[0]} owns no streaming episodes: {int(self.ranks.episodes.sum())} episodes with "
                 f"{int(self.pieces.count.sum())} frames over world_size {self.topology.world_size}; "
-                "reduce the data-parallel world size, or set share='frame_exact'"
+                f"reduce the data-parallel world size{otherwise}"
             )
         wanted = self.topology.consumers
         short = np.flatnonzero(self.ranks.episodes < wanted)

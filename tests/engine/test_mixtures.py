@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from streams import opened
 
 from ingest.engine import ReadOptions, open_dataset
-from ingest.errors import SelectionError, SettingsError
+from ingest.errors import DecodeError, SelectionError, SettingsError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings, plan_epoch
+from train_integration.delivery import deliver_locally
 from train_integration.mixtures import Member, open_mixture
 from train_integration.options import StreamConfig
 
@@ -148,3 +153,70 @@ def test_the_mapping_is_part_of_the_plan(roots: tuple[Path, Path]) -> None:
     other, _ = open_mixture(members(roots, pad={"extra": 2})[1:], settings)
     prints = [json.dumps(dict(plan_epoch(each.units, each.with_topology(world_size=1)).fingerprint)) for each in (one, other)]
     assert prints[0] != prints[1]
+
+
+def with_pictures_beside_the_rows(root: Path, shade: int) -> Path:
+    """A dataset whose rows name files of its own, which look alike from outside and hold another shade."""
+    make_dataset(root, MakeOptions(episodes=2, frames="3:3", cameras=1, size=(32, 64), fps=10, seed=1))
+    for path in sorted((root / "data").rglob("*.parquet")):
+        table = pq.read_table(path)
+        names = [f"images/{row}.png" for row in table.column("index").to_pylist()]
+        for row, name in enumerate(names):
+            (root / name).parent.mkdir(exist_ok=True)
+            Image.fromarray(np.full((4, 6, 3), shade + row, np.uint8)).save(root / name)
+        pq.write_table(table.append_column("look", pa.array([{"bytes": None, "path": name} for name in names])), path)
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"]["look"] = {"dtype": "image", "shape": [4, 6, 3], "names": ["height", "width", "channels"]}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    return root
+
+
+def test_pictures_that_rows_name_come_from_their_own_dataset(tmp_path: Path) -> None:
+    roots = [with_pictures_beside_the_rows(tmp_path / name, shade) for name, shade in (("a", 10), ("b", 100))]
+    description, mixture = open_mixture([Member(source=root) for root in roots], config(strategy="sequential", batch_size=4))
+    plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    local = [batch for _, batch in mixture.iter_batches(plan)]
+    with opened(description) as stream:
+        streamed = list(stream)
+    for batches in (local, streamed):
+        shades = [int(picture[0, 0, 0]) for batch in batches for picture in batch["look"]]
+        assert shades == [*range(10, 16), *range(100, 106)]
+
+
+def test_damage_names_its_dataset_and_leaves_the_episode_out_of_all_that_hold_it(damaged: tuple[Path, int, int]) -> None:
+    broken, episode, _ = damaged
+    parts = [Member(source=broken), Member(source=broken, episodes=(1, episode)), Member(source=broken, episodes=(0, 2))]
+    settings = config(strategy="lanes", batch_size=4)
+    description, mixture = open_mixture(parts, settings)
+    with opened(description) as stream, pytest.raises(DecodeError, match=rf"^{broken}: episode {episode}, {CAMERA}: ") as caught:
+        list(stream)
+    assert (caught.value.dataset, caught.value.episode) == (str(broken), episode)
+    description, mixture = open_mixture(parts, replace(settings, damage="skip_episode"))
+    with opened(description) as stream:
+        seen: list[tuple[int, int]] = []
+        for _ in stream:
+            assert stream.delivery is not None
+            seen += zip(stream.delivery.dataset.tolist(), stream.delivery.episode.tolist(), strict=True)
+        assert {(0, 2), (1, 1), (2, 0), (2, 2)} <= set(seen)
+        assert {(record.dataset, record.episode) for record in stream.damage.records} == {(0, episode), (1, episode)}
+    plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    done = deliver_locally(mixture, description, plan, ranks=[0], max_steps=None, digests=False)
+    assert {(record["dataset"], record["episode"]) for record in done.skipped} == {(0, episode), (1, episode)}
+
+
+def test_a_mixture_of_the_smallest_datasets(tmp_path: Path) -> None:
+    for number, frames in enumerate(("1:1", "2:2")):
+        make_dataset(tmp_path / str(number), MakeOptions(episodes=1, frames=frames, cameras=1, size=(32, 64), fps=10, gop=4, seed=number))
+    parts = [Member(source=tmp_path / "0"), Member(source=tmp_path / "1")]
+    for weights, shares in (((1.0, 1.0), (4, 4)), ((3.0, 1.0), (6, 2)), ((0.0, 1.0), (0, 8)), ("frames", (1, 2)), (None, (1, 2))):
+        for world in (1, 2):
+            settings = config(strategy="lanes", weights=weights, mixture_block=8, batch_size=3, share="frame_exact")
+            description, _ = open_mixture(parts, settings)
+            seen = [0, 0]
+            for rank in range(world):
+                with opened(description, rank, world) as stream:
+                    for _ in stream:
+                        assert stream.delivery is not None
+                        for dataset in stream.delivery.dataset[~stream.delivery.is_pad].tolist():
+                            seen[dataset] += 1
+            assert tuple(seen) == shares
