@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ingest.prefeature.describe import schema_table
+from ingest.prefeature.sizes import Sizes
 from reelray.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,10 @@ def test_every_named_test_exists() -> None:
     written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "prefeature").glob("test_*.py"))
     assert len(named) > 40
     assert not {name for name in named if f"def {name}(" not in written}
+
+
+def test_the_table_of_files_is_that_of_the_schema() -> None:
+    assert schema_table(Sizes()) in PAGE
 
 
 def test_every_named_command_exists() -> None:
