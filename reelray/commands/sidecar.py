@@ -44,13 +44,16 @@ class SidecarSource:
             DatasetError: the metadata cannot be read.
         """
         from ingest.lerobot.source import open_source
+        from ingest.storage.stores import open_store
 
         place = src or self.data_root or self.repo_id
         if place is None:
             raise SettingsError("no dataset is named: give SRC, or --data-root, or --repo-id")
-        arguments = PlaceArguments(revision=self.revision, repo_type=self.repo_type)
-        location = arguments.location(place)
-        source = open_source(arguments.store(place))
+        location = PlaceArguments(repo_type=self.repo_type).location(place)
+        # A payload root that says all itself, as LeRobot's builder takes it, leaves the revision a name to record.
+        if self.revision is not None and (place != self.data_root or (location.kind == "hub" and location.revision is None)):
+            location = PlaceArguments(revision=self.revision, repo_type=self.repo_type).location(place)
+        source = open_source(open_store(location))
         store, payload = source.store, location
         if self.data_root is not None and self.data_root != place:
             payload = PlaceArguments().location(self.data_root)

@@ -124,6 +124,24 @@ def test_sidecars_are_published_beside_their_dataset(hub: HubEmulator, run: Call
     assert again["published"].endswith(published["path"])
 
 
+def test_the_options_of_lerobots_builder_mean_the_same(hub: HubEmulator, run: Callable[..., str], tmp_path: Path) -> None:
+    commit = hub.repos["o/n"].branches["main"]
+    pinned, bucket = f"hf://datasets/o/n@{commit}", "hf://buckets/o/b/a"
+    for number, (options, recorded) in enumerate(
+        (
+            (["--repo-id", "o/n", "--revision", "main", "--data-root", pinned], ("o/n", "main", pinned)),
+            (["--repo-id", "o/n", "--revision", "main", "--data-root", "hf://datasets/o/n"], ("o/n", "main", pinned)),
+            (["--repo-id", "o/b", "--repo-type", "bucket", "--revision", "v3.0", "--data-root", bucket], ("o/b", "v3.0", bucket)),
+        )
+    ):
+        sidecar = tmp_path / f"{number}.npz"
+        built = json.loads(run("sidecar", "build", *options, "--output", sidecar, "--workers", 2, "--max-probe-mb", 8, "--json"))
+        assert (built["repo_id"], built["revision"], built["data_root"]) == recorded
+        assert json.loads(run("sidecar", "show", sidecar, "--json"))["revision"] == recorded[1]
+    line = run("sidecar", "build", f"{pinned}", "--revision", "main", "--output", tmp_path / "x.npz", status=1)
+    assert "give one of them" in line
+
+
 def test_publishing_without_permission_says_so_first(hub: HubEmulator, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_PLANTEDREAD")
     line = run("sidecar", "push", "hf://datasets/o/n@main", status=1)
