@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from ingest.errors import ResourceUnavailableError
 from ingest.prefeature.sizes import Sizes
 
 FLOW_SHIFT = 5.0
@@ -33,9 +34,16 @@ def draw_noise(sizes: Sizes, seed: int, device: str) -> Tensor:
     """The noise of a whole trajectory, bf16 ``[1, C, T, H, W]`` on the CPU.
 
     CPU and CUDA generators differ, so the dataset records the device it was drawn on and keeps the tensor itself.
+
+    Raises:
+        ResourceUnavailableError: this machine has no such device.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(sizes.noise_shape, generator=generator, dtype=torch.bfloat16, device=device).cpu()
+    try:
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn(sizes.noise_shape, generator=generator, dtype=torch.bfloat16, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ResourceUnavailableError(f"no noise can be drawn on {device!r} here ({reason}); name another with --noise-device") from error
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

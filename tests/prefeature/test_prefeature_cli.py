@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,9 @@ def test_cases_with_sizes_of_ones_own(run: Run, tmp_path: Path) -> None:
     refused(run("cases", tmp_path / "none", "--root", tmp_path / "third"), "not a folder")
     real = ("--teacher", "hy_worldplay", "--checkpoint", tmp_path / "no")
     refused(run("cases", images, "--root", tmp_path / "third", "--cases", 2, *real), "No such file")
+    refused(
+        run("cases", images, "--root", tmp_path / "third", "--preset", "tiny", "--cases", 2, "--noise-device", "fpga"), "--noise-device"
+    )
 
 
 def test_merge_validate_sync_and_ensure(run: Run, dataset: Path, tmp_path: Path) -> None:
@@ -175,3 +181,26 @@ def test_the_commands_that_need_a_cluster(run: Run, tmp_path: Path, short_built:
     assert status == 0
     assert "16 videos made" in err
     refused(run("holdout", root, *places, "--workers", 1, "--num-cpus", 0.5, "--teacher-seed", 2), "teacher_checkpoint_sha256")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_terminated_build_ends_after_its_chunks_and_goes_on_later(tmp_path: Path, run: Run) -> None:
+    images, root = make_images(tmp_path / "images", 8), tmp_path / "dataset"
+    assert run("cases", images, "--root", root, "--preset", "tiny", "--cases", 4)[0] == 0
+    command = [sys.executable, "-m", "reelray.cli", "prefeature", "build", str(root), "--workers", "2", "--num-cpus", "0.5"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not list((root / "steps").rglob("chunk_01.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert "stopping after the chunks under way" in said
+    assert 0 < len(list((root / "steps").rglob("*.safetensors"))) < 128
+    assert not list(root.rglob("*.tmp"))
+    assert "pieces are missing" in run("merge", root)[2]
+    build_local(root, ReferenceTeacher(read_config(root).sizes))
+    assert run("merge", root, "--verify-hashes")[0] == 0
+    assert run("validate", root, "--no-ray")[0] == 0
