@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingest.errors import SettingsError
+import torch
+
+from ingest.errors import ResourceUnavailableError, SettingsError
 from ingest.prefeature.sizes import Sizes
 from ingest.prefeature.teacher import Teacher
 
@@ -38,11 +40,18 @@ class TeacherChoice:
 
         Raises:
             SettingsError: unknown name, or a setting that the teacher needs is empty.
+            ResourceUnavailableError: this machine cannot run the teacher.
         """
         sizes = Sizes.from_json(dict(self.sizes))
         if self.name == "reference":
             from ingest.prefeature.reference import ReferenceTeacher
 
+            try:
+                torch.empty(1, device=self.device)
+            except (RuntimeError, AssertionError) as error:
+                raise ResourceUnavailableError(
+                    f"this machine has no {self.device!r} ({str(error).splitlines()[0]}); the reference teacher runs on --device cpu as well"
+                ) from error
             return ReferenceTeacher(sizes, self.seed, self.device)
         if self.name == "hy_worldplay":
             from ingest.prefeature.hy_worldplay import open_teacher

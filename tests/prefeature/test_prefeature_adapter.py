@@ -183,6 +183,9 @@ def test_machine_and_paths_are_checked_first(choice: TeacherChoice, tmp_path: Pa
         load_upstream(TeacherChoice("hy_worldplay", SHORT.to_json(), checkpoint="x", model_path="x", checkout=str(tmp_path)))
     with pytest.raises(SettingsError, match="unknown teacher"):
         TeacherChoice("other", SHORT.to_json()).make()
+    for device in ("fpga", "toaster"):
+        with pytest.raises(ResourceUnavailableError, match=f"this machine has no '{device}'"):
+            TeacherChoice("reference", SHORT.to_json(), device=device).make()
 
 
 def test_no_code_of_the_model_is_included() -> None:
