@@ -50,7 +50,7 @@ class TeacherChoice:
                 torch.empty(1, device=self.device)
             except (RuntimeError, AssertionError) as error:
                 raise ResourceUnavailableError(
-                    f"this machine has no {self.device!r} ({str(error).splitlines()[0]}); the reference teacher runs on --device cpu as well"
+                    f"this machine has no {self.device!r} ({str(error).splitlines()[0]}); the reference teacher runs on --device cpu too"
                 ) from error
             return ReferenceTeacher(sizes, self.seed, self.device)
         if self.name == "hy_worldplay":
