@@ -17,7 +17,7 @@ from ingest.engine.unit import Track
 from ingest.errors import DamagedDataError, StreamClosedError, VersionSkewError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeRequest:
     """One run of pictures of one camera.
 

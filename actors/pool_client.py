@@ -7,12 +7,13 @@ is quarantined when it keeps killing whoever runs it.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ _QUEUED_PER_ACTOR = 2
 """Calls on their way to one actor: one that runs and one that waits, so that it never idles between two."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
     request: Any
     cost: float
@@ -80,6 +81,8 @@ class DecodePoolClient:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._last_answer = time.monotonic()
         self._closed = False
+        self._open: set[_Call] = set()
+        self._ended: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="reelray-pool-client", daemon=True)
         self._thread.start()
 
@@ -98,7 +101,11 @@ class DecodePoolClient:
         """
         future: Future[Any] = Future()
         call = _Call(request, cost, describe, future, on_lost)
+        self._open.add(call)
+        future.add_done_callback(lambda _: self._open.discard(call))
         self._events.put(lambda: self._enqueue(call))
+        if self._ended is not None:
+            self._fail(call, self._ended)
         return future
 
     def states(self) -> list[str]:
@@ -123,6 +130,22 @@ class DecodePoolClient:
     # Everything below runs on the one client thread, so it needs no lock.
 
     def _serve(self) -> None:
+        try:
+            self._handle_events()
+            self._ended = StreamClosedError("the stream was closed while pictures were being decoded")
+        except Exception as unexpected:
+            # Nobody else would answer these calls, and whoever waits for them would wait for ever.
+            self._ended = unexpected
+        for call in list(self._open):
+            self._fail(call, self._ended)
+
+    @staticmethod
+    def _fail(call: _Call, error: Exception) -> None:
+        # Submitting and ending may meet here.
+        with contextlib.suppress(InvalidStateError):
+            call.future.set_exception(error)
+
+    def _handle_events(self) -> None:
         while not self._closed:
             timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             try:
@@ -134,10 +157,6 @@ class DecodePoolClient:
                 for action in due:
                     action()
             self._dispatch()
-        error = StreamClosedError("the stream was closed while pictures were being decoded")
-        for call in [*self._waiting, *(call for member in self._members for call in member.running)]:
-            if not call.future.done():
-                call.future.set_exception(error)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._timers.append((time.monotonic() + delay_s, action))
