@@ -220,3 +220,28 @@ def test_a_mixture_of_the_smallest_datasets(tmp_path: Path) -> None:
                         for dataset in stream.delivery.dataset[~stream.delivery.is_pad].tolist():
                             seen[dataset] += 1
             assert tuple(seen) == shares
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mixtures_go_through_plain_loaders_and_go_on(roots: tuple[Path, Path], workers: int) -> None:
+    loaders = pytest.importorskip("torch.utils.data")
+    from train_integration.iterable import EpisodeIterableDataset
+
+    options = {"strategy": "lanes", "weights": (1.0, 2.0), "mixture_block": 6, "batch_size": 4, "workers": workers}
+    description, _ = open_mixture(members(roots), config(**options, read=ReadOptions(cameras=()), epochs=2))
+    plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    index = description.global_index
+    wanted = [index(plan.units.dataset[one.unit], plan.units.episode[one.unit], one.frame).tolist() for one in plan.rank(0).batches()]
+    dataset = EpisodeIterableDataset(description, rank=0, world_size=1)
+
+    def batches() -> list[list[int]]:
+        return [batch["index"].tolist() for batch in loaders.DataLoader(dataset, batch_size=4, num_workers=workers)]
+
+    assert batches() == wanted
+    dataset.set_epoch(0)
+    taken = iter(loaders.DataLoader(dataset, batch_size=4, num_workers=workers))
+    head = [next(taken)["index"].tolist() for _ in range(3)]
+    state = dataset.state_dict(batches=3)
+    del taken
+    dataset.load_state_dict(json.loads(json.dumps(state)))
+    assert head + batches() == wanted
