@@ -123,9 +123,10 @@ class RecordIndex:
                 raise MetadataError(f"{manifest} line {number}: {keys[number - 1]} has no previous chunk; view {view.value} needs one")
             referenced_files(record)
         self.keys: tuple[RecordKey, ...] = tuple(keys)
-        self.chunk: NDArray[np.int64] = np.array([key.chunk_id for key in keys], np.int64)
-        by_chunk = {chunk: self._bytes(chunk) for chunk in sorted({key.chunk_id for key in keys})}
-        self.nbytes: NDArray[np.int64] = np.array([by_chunk[key.chunk_id] for key in keys], np.int64)
+        # the history of a chunk, and with it the size of its context, is a matter of its action
+        examples = {(key.action_id, key.chunk_id): number for number, key in enumerate(keys)}
+        known = {kind: self._bytes(number) for kind, number in examples.items()}
+        self.nbytes: NDArray[np.int64] = np.array([known[key.action_id, key.chunk_id] for key in keys], np.int64)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -135,10 +136,9 @@ class RecordIndex:
         """Supervised pairs of a record."""
         return self.config.sizes.steps - 1
 
-    def _bytes(self, chunk: int) -> int:
-        number = int(np.argmax(self.chunk == chunk))
-        sizes = self.config.sizes
-        frames = len(self.config.history(self.keys[number].action_id)[chunk])
+    def _bytes(self, number: int) -> int:
+        sizes, key = self.config.sizes, self.keys[number]
+        frames = len(self.config.history(key.action_id)[key.chunk_id])
         schemas = {"step": step_schema(sizes), "previous": step_schema(sizes), "case": case_schema(sizes), "text": text_kv_schema(sizes)}
         return sum(_payload(schemas.get(read.role) or context_schema(sizes, frames), read.names) for read in self._reads(number))
 

@@ -12,18 +12,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinydata import KEY, SHORT, STEP, rewrite
+from tinydata import KEY, SHORT, STEP, prepare, rewrite
 
 from ingest.errors import BudgetError, CursorError, DamagedDataError, MetadataError, SelectionError, SettingsError, StreamClosedError
 from ingest.prefeature import layout, prefetch, reader
+from ingest.prefeature.build import build_local
 from ingest.prefeature.collate import collate
+from ingest.prefeature.config import read_config
 from ingest.prefeature.durable import write_tensors
 from ingest.prefeature.kvmath import compare, input65
 from ingest.prefeature.layout import RecordKey
+from ingest.prefeature.merge import merge
 from ingest.prefeature.prefetch import BufferRing, RecordPrefetcher
 from ingest.prefeature.reader import HeaderCache, first_hollow, network_warning, read_tensors
 from ingest.prefeature.records import PreviousHidden, RecordIndex, View
-from ingest.prefeature.sizes import Sizes
+from ingest.prefeature.sizes import Sizes, resized
 from ingest.prefeature.storefiles import load_frozen
 from ingest.prefeature.tensorfile import read_header
 from train_integration.prefeature_predictor import SmallPredictor, record_loss
@@ -316,6 +319,19 @@ def test_a_manifest_with_chunk_zero_or_duplicates_is_refused(dataset: Path) -> N
     train.write_text(text.replace("steps/case_0000", "../steps/case_0000", 1), encoding="utf-8")
     with pytest.raises(ValueError, match="below the dataset root"):
         RecordIndex(dataset)
+
+
+def test_actions_whose_histories_differ_in_length(tmp_path: Path) -> None:
+    sizes = resized(SHORT, cases=1, latent_frames=16, chunk_frames=2, memory_frames=10, recent_frames=2)
+    root, teacher = prepare(tmp_path, sizes)
+    dataset = read_config(root)
+    assert len({len(dataset.history(action)[6]) for action in range(4)}) > 1
+    build_local(root, teacher)
+    merge(root)
+    index = RecordIndex(root)
+    assert len({int(size) for key, size in zip(index.keys, index.nbytes, strict=True) if key.chunk_id == 6}) > 1
+    for batch_size in (1, 3):
+        assert Counter(keys_of(PrefeatureStream(config(root, batch_size=batch_size)))) == Counter(index.keys)
 
 
 def test_request_outside_the_index(short_built: Path) -> None:
