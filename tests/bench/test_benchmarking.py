@@ -33,7 +33,7 @@ ISSUE_KEYS = {
     "peak_pss_mb",
     "episodes_per_batch",
 }
-BURN = "import time; end = time.process_time() + 0.5\nwhile time.process_time() < end: pass\ntime.sleep({rest})"
+BURN = "import time; end = time.process_time() + 0.6\nwhile time.process_time() < end: pass\ntime.sleep({rest})"
 
 
 @pytest.fixture(scope="module")
