@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ingest.engine import open_dataset
+from ingest.engine import ReadOptions, open_dataset
 from ingest.engine.dataset import Dataset
 from ingest.plan import EpochPlan, PlanSettings, Units, measure_mixing, plan_epoch, report_plan
 from ingest.video.spans import picture_span
+from train_integration.decoding import InlineDecoding
+from train_integration.feed import LocalFeed
+from train_integration.options import StreamConfig, open_stream
+from train_integration.stream import SampleStream
 
 pytestmark = pytest.mark.shared
 BATCH = 16
@@ -55,3 +59,18 @@ def test_the_reservoir_mixes_more_episodes_than_the_pool_at_equal_decoded_bytes(
     lanes = planned(dataset.units(lane_frames=lane_frames), "lanes")
     assert held_pictures(lanes) < held
     assert measure_mixing(lanes.rank(0)).distinct_episodes >= 0.95 * BATCH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v30_chenfei_act_55ep_synthvideo", "v30_pusht_206ep_synthvideo"])
+def test_a_stream_decodes_every_picture_of_the_reservoir_about_once(shared_dir: Path, name: str) -> None:
+    read = ReadOptions(image_size=(96, 128))
+    config = StreamConfig(plan=PlanSettings(strategy="reservoir", batch_size=BATCH), decode="inline", lane_frames=30, read=read)
+    description, dataset = open_stream(shared_dir / "data/datasets" / name, config)
+    decoding = lambda counters: InlineDecoding(2, name, counters)  # noqa: E731
+    with SampleStream(description, 0, 1, LocalFeed(description.job), decoding, decoded_bytes=1 << 30, output="numpy") as stream:
+        seen = [index for batch in stream for index in batch["index"].tolist()]
+        totals = stream.counters.totals()
+    assert sorted(seen) == list(range(dataset.num_frames))
+    assert totals["reelray_camera_frames_delivered"] == dataset.num_frames * len(dataset.spec.cameras)
+    assert totals["reelray_pictures_decoded"] <= 1.05 * totals["reelray_camera_frames_delivered"]
