@@ -15,6 +15,7 @@ from ingest.storage.hosts import check_redirect
 from ingest.storage.http import Reply, ask, origin
 from ingest.storage.locations import is_commit
 from ingest.storage.retry import RetryableError, RetryPolicy
+from ingest.storage.secrets import redact
 
 CODEBASE_TAG = "v3.0"
 """Tag that LeRobot puts on the commit of a dataset in this format; read when no revision is given."""
@@ -134,7 +135,11 @@ def bucket_tree(repo_id: str, prefix: str, *, policy: RetryPolicy) -> list[TreeE
 def _tree(url: str, what: str, hint: Callable[[int], str], policy: RetryPolicy) -> list[TreeEntry]:
     refuse_offline(f"the listing of {what}")
     found: list[TreeEntry] = []
-    for _ in range(_MAX_PAGES):
+    seen: set[str] = set()
+    while url not in seen:
+        if len(seen) == _MAX_PAGES:
+            raise StorageError(f"listing {what}: more than {_MAX_PAGES} pages")
+        seen.add(url)
         reply = _get(url, policy)
         if reply.status == 404 and reply.headers.get("x-error-code", "EntryNotFound") == "EntryNotFound":
             return found
@@ -148,7 +153,7 @@ def _tree(url: str, what: str, hint: Callable[[int], str], policy: RetryPolicy) 
         if link is None:
             return found
         url = _same_server(urljoin(url, link[1]))
-    raise StorageError(f"listing {what}: more than {_MAX_PAGES} pages")
+    raise StorageError(f"listing {what}: page {len(seen)} leads back to an earlier one")
 
 
 def _same_server(url: str) -> str:
@@ -187,6 +192,10 @@ def _check_json(reply: Reply) -> None:
     except ValueError:
         # A body cut by a proxy with an honest length looks like this, and passes; a wrong endpoint does not.
         raise RetryableError("the Hub's answer is not JSON; is HF_ENDPOINT right?", final=StorageError) from None
+    except RecursionError:
+        raise StorageError(
+            f"{redact(reply.url)}: the Hub's answer nests deeper than any of its answers do; is HF_ENDPOINT right?"
+        ) from None
 
 
 def _mapping(value: object, what: str) -> Mapping[str, object]:

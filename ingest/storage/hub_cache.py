@@ -110,7 +110,7 @@ def load_listing(key: str) -> list[TreeEntry] | None:
             return None
         rows = cast("list[tuple[str, int, str | None]]", fields["files"])
         return [TreeEntry(str(path), int(size), None if content is None else str(content)) for path, size, content in rows]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

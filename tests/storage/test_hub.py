@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 from servers.hub import HubEmulator
-from servers.ranges import Fault, Reply, Request
+from servers.ranges import Fault, Reply, Request, WebServer
 
 from ingest import settings
 from ingest.errors import (
@@ -22,6 +22,7 @@ from ingest.errors import (
     ShortReadError,
     StorageError,
     TransientStorageError,
+    UnsafeInputError,
 )
 from ingest.storage.base import Store
 from ingest.storage.hub import HubBucketStore, HubDatasetStore, pin
@@ -470,3 +471,29 @@ def test_a_mistyped_path_is_no_long_wait(fast: RetryPolicy, monkeypatch: pytest.
 def test_a_mistyped_path_that_the_hub_does_not_know_either(hub: HubEmulator, fast: RetryPolicy) -> None:
     with pytest.raises((AccessDeniedError, ObjectNotFoundError), match="taken for a dataset on the Hub"):
         open_store("data/pusth", policy=fast)
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        (b"[" * 100_000, StorageError, "nests deeper"),
+        (b"null", StorageError, "expected a list"),
+        (b"[7]", StorageError, "expected an object"),
+        (b'[{"type": "file", "path": "meta/info.json", "size": -1}]', StorageError, "no usable path and size"),
+        (b'[{"type": "file", "path": "meta/info.json", "size": "5"}]', StorageError, "no usable path and size"),
+        (b'[{"type": "file", "path": "meta/info.json", "size": 1000000000000000000}]', UnsafeInputError, "cannot be read whole"),
+        (b"[]", StorageError, "leads back to an earlier one"),
+    ],
+)
+def test_answers_that_no_hub_gives(
+    monkeypatch: pytest.MonkeyPatch, fast: RetryPolicy, tree: bytes, error: type[Exception], message: str
+) -> None:
+    def answer(request: Request) -> Reply:
+        link = {"link": f'<{request.path}?more>; rel="next"'} if tree == b"[]" else {}
+        return Reply(200, {"content-type": "application/json", **link}, tree)
+
+    with WebServer(answer) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(error, match=message):
+            open_store("hf://datasets/o/n@" + "a" * 40, policy=fast).read_all("meta/info.json")
+        assert len(server.requests) < 10
