@@ -315,7 +315,8 @@ def kill_processes(cluster: Nodes, work: Work, kills: int, seed: int, *, per_run
     while (left := kills - verdict.faults.total()) > 0:
         number = min(per_run, left)
         kinds = [KINDS[(verdict.faults.total() + place) % len(KINDS)] for place in range(number)]
-        blows = [Blow(draw.randrange(4, rows - rows // 5), kind, draw.random()) for kind in kinds]
+        # Reading runs ahead of the samples, so its workers are struck as soon as they are there.
+        blows = [Blow(0 if kind == "read worker" else draw.randrange(4, rows - rows // 5), kind, draw.random()) for kind in kinds]
         begun: set[int] = set()
 
         def strike(blow: Blow, pids: dict[int, int], begun: set[int] = begun) -> bool:

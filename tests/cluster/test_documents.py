@@ -10,7 +10,7 @@ import pytest
 import ingest.errors
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("cluster.md", "security.md", "troubleshooting.md", "monitoring.md")
+DOCUMENTS = ("cluster.md", "security.md", "troubleshooting.md", "monitoring.md", "reliability.md")
 
 
 def _text(name: str) -> str:
@@ -23,8 +23,19 @@ def test_every_threat_has_a_test_that_exists() -> None:
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row)
         assert named, row
-        for file, test in named:
-            assert re.search(rf"def {test}\(", (ROOT / file).read_text(encoding="utf-8")), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_tests_that_are_named_exist(name: str) -> None:
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", _text(name)):
+        assert re.search(rf"def {test}\(", (ROOT / file).read_text(encoding="utf-8")), f"{file}::{test}"
+
+
+def test_every_way_to_fail_has_a_test() -> None:
+    table = _text("reliability.md").partition("## What happens when")[2].partition("\n\nNothing")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and "what fails" not in line]
+    assert len(rows) >= 10
+    assert all("`tests/" in row for row in rows)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from train_integration.scratch import scratch_folder
@@ -49,7 +50,9 @@ def test_a_folder_ends_with_its_process(number: signal.Signals) -> None:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         assert (folder / "inside" / "file").exists()
-        # As a terminal or a supervisor does: the whole process group gets it.
+        # As Ray does with workers, and a terminal or a supervisor with drivers: children first, then the whole process group.
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
         os.killpg(process.pid, number)
         process.wait(timeout=20)
     deadline = time.monotonic() + 10
