@@ -11,7 +11,7 @@ import ray.train
 import torch
 import yaml
 
-from ingest.errors import CursorError
+from ingest.errors import CursorError, StorageError
 from train_integration.poolstate import MAX_FILE_BYTES
 from train_integration.scratch import scratch_folder
 from train_integration.state import merged_state
@@ -41,7 +41,12 @@ def save_checkpoint(metrics: Mapping[str, Any], stream: SampleStream, training: 
             (path / RECIPE_FILE).write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if training is not None:
             torch.save(dict(training), path / _WEIGHTS)
-        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(path))
+        try:
+            ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(path))
+        except OSError as error:
+            raise StorageError(
+                f"the checkpoint {dict(metrics)} could not be stored: {error}; make room or mend the storage, and go on with --resume"
+            ) from error
 
 
 def pool_file(rank: int) -> str:

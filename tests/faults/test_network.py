@@ -28,11 +28,15 @@ def cut_run(work: Work, proxy: CutProxy, seconds: float, how: Cut) -> Verdict:
     """An epoch whose reading is cut off as soon as its ranks are there."""
 
     def strike(blow: Blow, pids: dict[int, int]) -> bool:
-        if not pids:
+        if pids and not before:
+            before.append(proxy.accepted)
+        # Once a reader has connected, so that the cut meets it at work.
+        if not before or proxy.accepted <= before[0]:
             return False
         proxy.cut(seconds, how)
         return True
 
+    before: list[int] = []
     verdict = Verdict()
     blow = Blow(0, "network", 0.0)
     assert run_under(work, 41, [blow], strike, verdict) == [blow]
