@@ -56,7 +56,9 @@ class PayloadCache:
 
     def get(self, key: str) -> bytes | None:
         """The bytes stored under ``key``, or None."""
-        path = self._path(key)
+        return self._read(self._path(key))
+
+    def _read(self, path: Path) -> bytes | None:
         data: bytes | None = None
         with contextlib.suppress(OSError):
             stored = path.read_bytes()
@@ -72,13 +74,15 @@ class PayloadCache:
 
     def put(self, key: str, data: bytes) -> bool:
         """Stores ``data`` under ``key``, dropping what was used longest ago; whether it is stored."""
+        return self._write(self._path(key), data)
+
+    def _write(self, path: Path, data: bytes) -> bool:
         size = _HEADER + len(data)
         if size > self.limit_bytes:
             return False
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(str(self.directory / "lock"), timeout=_LOCK_WAIT_S, thread_local=False):
-                path = self._path(key)
                 if path.exists():
                     return True
                 total = self._total()
@@ -92,6 +96,45 @@ class PayloadCache:
         except (OSError, filelock.Timeout):
             return False
         return True
+
+    def get_range(self, version: str, start: int, stop: int) -> list[tuple[int, bytes]]:
+        """What is kept of bytes ``start .. stop`` of an object: pieces by position, ascending, without overlap."""
+        extents = self._extents(version)
+        pieces: list[tuple[int, bytes]] = []
+        at = start
+        while at < stop:
+            here = [extent for extent in extents if extent[1] > at]
+            if not here:
+                break
+            # The one that reaches farthest of those that hold the position, or else the next one behind it.
+            low, high = max(here, key=lambda extent: (extent[0] <= at, extent[1] if extent[0] <= at else -extent[0]))
+            if low >= stop:
+                break
+            data = self._read(self._range_path(version, low, high))
+            if data is None or len(data) != high - low:
+                extents.remove((low, high))
+                continue
+            first, last = max(low, at), min(high, stop)
+            pieces.append((first, data[first - low : last - low]))
+            at = last
+        return pieces
+
+    def put_range(self, version: str, start: int, data: bytes) -> bool:
+        """Keeps the bytes of an object that begin at ``start``; whether they are kept."""
+        return self._write(self._range_path(version, start, start + len(data)), data)
+
+    def _extents(self, version: str) -> list[tuple[int, int]]:
+        name = xxhash.xxh3_128_hexdigest(version.encode())
+        found: list[tuple[int, int]] = []
+        for path in (self.directory / name[:2]).glob(f"{name}-*-*"):
+            with contextlib.suppress(ValueError):
+                low, high = (int(part) for part in path.name.split("-")[1:])
+                found.append((low, high))
+        return found
+
+    def _range_path(self, version: str, start: int, stop: int) -> Path:
+        name = xxhash.xxh3_128_hexdigest(version.encode())
+        return self.directory / name[:2] / f"{name}-{start}-{stop}"
 
     def _path(self, key: str) -> Path:
         name = xxhash.xxh3_128_hexdigest(key.encode())
@@ -146,20 +189,28 @@ class CachedStore(WrappedStore):
         if not identity.stable:
             return self.store.read_ranges(path, ranges)
         version = f"{self.store.url}\0{path}\0{identity.size}\0{identity.fingerprint}"
-        found = [self._kept(version, start, stop) for start, stop in ranges]
-        missing = [number for number, data in enumerate(found) if data is None]
-        if missing:
-            fetched = self.store.read_ranges(path, [ranges[number] for number in missing])
-            for number, data in zip(missing, fetched, strict=True):
-                found[number] = data
-                self.cache.put(f"{version}\0{ranges[number][0]}\0{ranges[number][1]}", data)
-        return [data for data in found if data is not None]
-
-    def _kept(self, version: str, start: int, stop: int) -> bytes | None:
-        if stop <= start:
-            return b""
-        data = self.cache.get(f"{version}\0{start}\0{stop}")
-        return data if data is not None and len(data) == stop - start else None
+        kept = [self.cache.get_range(version, start, stop) for start, stop in ranges]
+        gaps = [_gaps(start, stop, pieces) for (start, stop), pieces in zip(ranges, kept, strict=True)]
+        wanted = list(dict.fromkeys(gap for some in gaps for gap in some))
+        fetched = dict(zip(wanted, self.store.read_ranges(path, wanted), strict=True)) if wanted else {}
+        for (start, _), data in fetched.items():
+            self.cache.put_range(version, start, data)
+        return [
+            b"".join(data for _, data in sorted([*pieces, *((gap[0], fetched[gap]) for gap in some)]))
+            for pieces, some in zip(kept, gaps, strict=True)
+        ]
 
     def open(self, path: str) -> BinaryIO:
         return self.store.open(path) if path.startswith("meta/") else open_ranges(self, path)
+
+
+def _gaps(start: int, stop: int, pieces: Sequence[tuple[int, bytes]]) -> builtins.list[ByteRange]:
+    """What pieces leave out of a range."""
+    found: builtins.list[ByteRange] = []
+    for first, data in pieces:
+        if first > start:
+            found.append((start, first))
+        start = first + len(data)
+    if start < stop:
+        found.append((start, stop))
+    return found

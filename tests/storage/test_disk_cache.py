@@ -3,19 +3,25 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from servers.ranges import RangeServer
 
 from ingest.errors import SettingsError
 from ingest.storage.base import Store
 from ingest.storage.disk_cache import CachedStore, PayloadCache
+from ingest.storage.local import LocalStore
 from ingest.storage.locations import parse_location
 from ingest.storage.retry import RetryPolicy
 from ingest.storage.stores import open_store
+from ingest.storage.wrapped import WrappedStore
 
 
 def _on_disk(directory: Path) -> int:
@@ -112,6 +118,33 @@ def test_a_second_epoch_needs_no_network_and_a_new_version_is_never_mixed_up(
     assert [request.method for request in ranges.requests] == ["HEAD"]
     ranges.objects = {"v.mp4": BODY[::-1]}
     assert epoch() == [BODY[::-1][start:stop] for start, stop in wanted]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 120)), min_size=1, max_size=4), min_size=1, max_size=12), st.data())
+def test_any_part_of_what_was_read_needs_no_network(reads: list[list[tuple[int, int]]], data: st.DataObject) -> None:
+    body, asked = BODY[:520], set[int]()
+
+    class Counting(WrappedStore):
+        def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+            for start, stop in ranges:
+                asked.update(range(start, stop))
+            return super().read_ranges(path, ranges)
+
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "ds").mkdir()
+        (Path(folder) / "ds" / "v").write_bytes(body)
+        store = CachedStore(Counting(LocalStore(Path(folder) / "ds")), PayloadCache(Path(folder) / "cache", 10**6))
+        for read in reads:
+            before, wanted = set(asked), [(start, start + count) for start, count in read]
+            asked.clear()
+            assert store.read_ranges("v", wanted) == [body[start:stop] for start, stop in wanted]
+            assert not asked & before, "nothing is fetched twice"
+            asked |= before
+            if data.draw(st.booleans()):
+                for path in list(Path(folder).glob("cache/??/*"))[:1]:
+                    path.write_bytes(path.read_bytes()[:-1])
+                    asked.clear()
 
 
 def test_unstable_objects_are_not_kept(fast: RetryPolicy, tmp_path: Path) -> None:
