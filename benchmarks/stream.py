@@ -31,10 +31,8 @@ from train_integration.options import StreamConfig, describe_stream, open_stream
 from train_integration.process_usage import machine
 
 RANKS, BATCH, ACTORS = 2, 16, 2
-BUDGETS_IN_SET = {True: 4, False: 4}
-"""How many times the decoded budget a set holds, for short groups of pictures and for long ones, whose units are longer."""
-
-_SHORT_GROUP = 8
+BUDGETS_IN_SET = 4
+"""How many times the decoded budget a set holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ def measure(case: Case, source: str, rounds: int, decode: Any) -> dict[str, Any]
         description, dataset = open_stream(source, config)
     picture = sum(int(np.prod(dataset.spec.features[camera].picture_shape)) for camera in dataset.spec.cameras)
     decoded = picture * dataset.num_frames
-    budget = decoded / BUDGETS_IN_SET[case.group <= _SHORT_GROUP] / RANKS
+    budget = decoded / BUDGETS_IN_SET / RANKS
     # Units are as long, and lanes as many, as fit the budget when each lane holds one unit and a few batches are under way.
     held = int(budget / picture) - BATCH * (config.prefetch_batches + 1)
     lane_frames = max(case.group, held // BATCH - case.window)
