@@ -20,7 +20,7 @@ from train_integration.job import JobSettings, make_plan, run_training
 from train_integration.ledger import start_ledger
 from train_integration.options import open_stream
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
 
 
 @pytest.fixture

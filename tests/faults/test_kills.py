@@ -13,11 +13,13 @@ import pytest
 
 from benchmarks.faults import KINDS, Blow, Nodes, Verdict, Work, kill_processes, lose_nodes, resume_elsewhere, run_under
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(24 * 3600)]
+pytestmark = pytest.mark.ray
 
 
-def sized(slow: int, soak: int) -> Any:
-    return pytest.mark.parametrize("number", [pytest.param(slow, marks=pytest.mark.slow), pytest.param(soak, marks=pytest.mark.soak)])
+def sized(*numbers: int) -> Any:
+    """Plans of some minutes up to a day; whoever runs them gives the time."""
+    soak = (pytest.mark.soak, pytest.mark.timeout(24 * 3600))
+    return pytest.mark.parametrize("number", [pytest.param(number, marks=soak) for number in numbers])
 
 
 def check(verdict: Verdict) -> None:
@@ -25,7 +27,7 @@ def check(verdict: Verdict) -> None:
     assert verdict.exact, verdict.to_json()
 
 
-@sized(20, 500)
+@sized(4, 20, 500)
 def test_killed_processes(cluster: Nodes, work: Work, number: int) -> None:
     verdict = kill_processes(cluster, work, number, seed=11)
     check(verdict)
@@ -34,7 +36,7 @@ def test_killed_processes(cluster: Nodes, work: Work, number: int) -> None:
     assert verdict.worker_groups > verdict.runs
 
 
-@sized(2, 30)
+@sized(1, 2, 30)
 def test_lost_nodes(cluster: Nodes, work: Work, number: int) -> None:
     verdict = lose_nodes(cluster, work, number, seed=12)
     check(verdict)
@@ -42,7 +44,7 @@ def test_lost_nodes(cluster: Nodes, work: Work, number: int) -> None:
     assert verdict.worker_groups > verdict.runs
 
 
-@sized(6, 100)
+@sized(1, 6, 100)
 def test_restarts_at_another_world_size(cluster: Nodes, work: Work, number: int) -> None:
     verdict = resume_elsewhere(cluster, work, number, seed=13)
     check(verdict)

@@ -11,7 +11,7 @@ from servers.ranges import RangeServer
 
 from benchmarks.faults import Blow, Nodes, Verdict, Work, run_under
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 def served(work: Work) -> dict[str, bytes]:
@@ -51,9 +51,7 @@ def check(verdict: Verdict, seconds: float) -> None:
     assert verdict.seconds > seconds
 
 
-@pytest.mark.parametrize(
-    ("seconds", "how"), [(5.0, "refuse"), (5.0, "swallow"), (60.0, "refuse"), pytest.param(60.0, "swallow", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("seconds", "how"), [(5.0, "refuse"), (5.0, "swallow"), (60.0, "refuse"), (60.0, "swallow")])
 def test_a_web_server_is_cut_off(cluster: Nodes, work: Work, seconds: float, how: Cut) -> None:
     with RangeServer(served(work)) as server:
         parts = urlsplit(server.url)

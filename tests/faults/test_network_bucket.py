@@ -13,7 +13,7 @@ from benchmarks.faults import Work, nodes
 
 from .test_network import check, cut_run, elsewhere, served
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def bucket(work: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[CutProxy]:
     moto.close()
 
 
-@pytest.mark.parametrize("seconds", [5.0, pytest.param(60.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [5.0, 60.0])
 def test_a_bucket_is_cut_off(bucket: CutProxy, work: Work, seconds: float) -> None:
     # Nodes take their environment from the process that starts them.
     with nodes() as _:

@@ -23,7 +23,7 @@ from train_integration.job import JobSettings, make_plan, run_training
 from train_integration.ledger import start_ledger
 from train_integration.options import StreamConfig, open_stream
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 STALL_S = 8.0
 
@@ -70,6 +70,7 @@ def check(error: IngestStalledError, started: float) -> None:
     assert time.monotonic() - started < 150
 
 
+@pytest.mark.soak
 def test_delivery_ends_by_name(work: Work, frozen_decoders: Any) -> None:
     description, _ = open_stream(work.root, config(work))
     ledger = start_ledger()
@@ -92,6 +93,7 @@ def test_delivery_ends_by_name(work: Work, frozen_decoders: Any) -> None:
     ray.kill(ledger)
 
 
+@pytest.mark.slow
 def test_peers_in_a_collective_do_not_hang(work: Work, frozen_decoders: Any, tmp_path: Path) -> None:
     """The other rank waits for gradients when the first one stops; it is stopped with it, long before a collective times out."""
     settings = config(work, epochs=None, read=ReadOptions(action_chunk=2))

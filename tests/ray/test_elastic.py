@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(280)]
 
 JOB = Path(__file__).with_name("elastic_job.py")
 
