@@ -475,6 +475,8 @@ def main() -> int:
     parser.add_argument("--driver", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.driver:
+        # Whatever runs in the background of a shell has it ignored, and its children too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         drive(*options.driver)
         return 0
     with tempfile.TemporaryDirectory(prefix="reelray-faults-") as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -317,6 +318,9 @@ class Producer:
         self._thread.join(timeout=10)
         self._drop_all()
         self._backend.close()
+        # Whoever waits in another thread would wait for its whole time otherwise.
+        with contextlib.suppress(queue.Full):
+            self._ready.put_nowait(StreamClosedError("the stream was closed while a batch was waited for"))
 
 
 def _say_dataset(error: DamagedDataError, location: str) -> None:

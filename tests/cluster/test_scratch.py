@@ -15,7 +15,9 @@ import pytest
 from train_integration.scratch import scratch_folder
 
 HOLD = """
-import sys, time
+import signal, sys, time
+# A suite that runs in the background has it ignored, and its children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from train_integration.scratch import scratch_folder
 with scratch_folder("test") as folder:
     (folder / "inside").mkdir()

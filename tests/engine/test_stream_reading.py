@@ -12,6 +12,7 @@ import pytest
 from streams import described, opened
 
 from actors.stream_metrics import PoolLoad, StreamReading, describe_wait, waiting_on
+from ingest.errors import StreamClosedError
 from ingest.lerobot.make import MakeOptions, make_dataset
 
 
@@ -58,7 +59,15 @@ def test_a_stream_that_waits_says_since_when_and_for_what(root: Path) -> None:
             return True
 
     stream = opened(description, feed=Silent())
-    taking = threading.Thread(target=lambda: next(iter(stream), None), daemon=True)
+    ended: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            next(iter(stream), None)
+        except StreamClosedError as error:
+            ended.append(error)
+
+    taking = threading.Thread(target=take, daemon=True)
     started = time.monotonic()
     taking.start()
     deadline = time.monotonic() + 10
@@ -72,6 +81,8 @@ def test_a_stream_that_waits_says_since_when_and_for_what(root: Path) -> None:
     release.set()
     stream.close()
     taking.join(timeout=10)
+    assert not taking.is_alive(), "closing a stream ends the wait of another thread"
+    assert len(ended) == 1
 
 
 def test_words_for_a_wait() -> None:
