@@ -21,6 +21,7 @@ from ingest.plan import PlanSettings, plan_epoch
 from ingest.storage.local import LocalStore
 from reelray.commands.common import RecipeArguments
 from reelray.commands.train import DatasetArguments, PolicyArguments, Train
+from reelray.commands.train_options import LoaderArguments
 from train_integration.delivery import deliver_locally, deliver_through_ray
 from train_integration.options import StreamConfig, open_stream
 
@@ -87,7 +88,7 @@ def test_training_carries_its_recipe_and_goes_on_with_no_other(annotated: Path, 
             language=language,
             output_dir=output,
             batch_size=4,
-            num_workers=1,
+            loader=LoaderArguments(num_workers=1),
             steps=steps,
             save_freq=2,
             log_freq=1,
