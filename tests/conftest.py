@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from calls import Answer, Run
 
 
 def _shared_root() -> Path | None:
@@ -45,3 +46,17 @@ def _isolated_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     monkeypatch.setenv("HF_HOME", str(home))
     monkeypatch.delenv("HF_LEROBOT_HOME", raising=False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process: (status, output, errors)."""
+    from reelray.cli import main
+
+    def call(*arguments: object) -> Answer:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call

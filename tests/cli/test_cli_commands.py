@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ import av
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from calls import Run, failure, loaded
 
 from ingest.lerobot.barcode import read_barcode
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import Cursor
-from reelray.cli import COMMANDS, main
+from reelray.cli import COMMANDS
 from train_integration.ledger import ORDER_SCHEMA
 
 CAMERA = "observation.images.cam1"
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +31,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = MakeOptions(episodes=6, frames="5:14", size=(32, 64), fps=10, gop=4, video_files=2, data_files=2, tasks=("a", "b"), seed=5)
     make_dataset(target, options)
     return target
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process: (status, output, errors)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
-
-
-def loaded(result: tuple[int, str, str]) -> Any:
-    status, out, err = result
-    assert status == 0, err
-    return json.loads(out)
-
-
-def failure(result: tuple[int, str, str]) -> str:
-    """The one line of a failed command."""
-    status, _, err = result
-    assert status == 1
-    lines = [line for line in err.splitlines() if line.startswith("reelray ")]
-    assert len(lines) == 1
-    assert "Traceback" not in err
-    return lines[0]
 
 
 def columns(path: Path) -> dict[str, list[Any]]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from calls import Run, failure, loaded
 
 from ingest.engine import open_dataset
 from ingest.lerobot.make import MakeOptions, make_dataset
-from reelray.cli import main
 from train_integration.recording import picture_digests
 
 CAMERA = "observation.images.cam0"
 WRIST = "observation.images.cam1"
-Run = Callable[..., tuple[int, str, str]]
 
 WEIGHTED = """
 block: 8
@@ -42,30 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "plain.yaml").write_text(WEIGHTED.replace(", weight: 1", "").replace("    weight: 3\n", ""))
     return folder
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
-
-
-def loaded(result: tuple[int, str, str]) -> Any:
-    status, out, err = result
-    assert status == 0, err
-    return json.loads(out)
-
-
-def failure(result: tuple[int, str, str]) -> str:
-    status, _, err = result
-    assert status == 1
-    assert "Traceback" not in err
-    return next(line for line in err.splitlines() if line.startswith("reelray "))
 
 
 def columns(path: Path) -> dict[str, list[Any]]:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan import decode_amplification
 from ingest.engine import ReadOptions, open_dataset
-from ingest.engine.dataset import Dataset
 from ingest.plan import EpochPlan, PlanSettings, Units, measure_mixing, plan_epoch, report_plan
-from ingest.video.spans import picture_span
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamConfig, open_stream
@@ -29,19 +28,6 @@ def held_pictures(plan: EpochPlan) -> int:
     return int(report_plan(plan).peak_frames[0])
 
 
-def decode_amplification(dataset: Dataset, plan: EpochPlan) -> float:
-    """Pictures that are decoded over pictures that are delivered, when every piece of the plan is decoded once."""
-    pieces = plan.rank(0).orders[0].pieces
-    fed = shown = 0
-    for camera in dataset.spec.cameras:
-        for episode, lo, hi in zip(pieces.episode.tolist(), pieces.lo.tolist(), pieces.hi.tolist(), strict=True):
-            path, first, _ = dataset.source.pictures(episode, camera)
-            span = picture_span(dataset.index.table(path), range(first + lo, first + hi))
-            fed += span.stop - span.first
-            shown += hi - lo
-    return fed / shown
-
-
 @pytest.mark.parametrize("name", ["v30_chenfei_act_55ep_synthvideo", "v30_pusht_206ep_synthvideo"])
 @pytest.mark.parametrize("lane_frames", [30, 64])
 def test_the_reservoir_mixes_more_episodes_than_the_pool_at_equal_decoded_bytes(shared_dir: Path, name: str, lane_frames: int) -> None:
@@ -55,7 +41,7 @@ def test_the_reservoir_mixes_more_episodes_than_the_pool_at_equal_decoded_bytes(
     mine, other = measure_mixing(ours.rank(0)), measure_mixing(theirs.rank(0))
     assert mine.distinct_episodes >= 1.2 * other.distinct_episodes
     assert mine.uniform_distance < other.uniform_distance
-    assert decode_amplification(dataset, ours) <= 1.05
+    assert decode_amplification(dataset, ours.rank(0).orders[0].pieces) <= 1.05
     lanes = planned(dataset.units(lane_frames=lane_frames), "lanes")
     assert held_pictures(lanes) < held
     assert measure_mixing(lanes.rank(0)).distinct_episodes >= 0.95 * BATCH

@@ -7,50 +7,32 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Answer, Run, failure, loaded
 from tinydata import KEY, SHORT, STEP, make_images, tree_digest
 
 from ingest.prefeature.build import build_local
 from ingest.prefeature.config import read_config
 from ingest.prefeature.reference import ReferenceTeacher
-from reelray.cli import main
 
-Run = Callable[..., tuple[int, str, str]]
 SIZES = ("--sizes.latent-frames", 12, "--sizes.memory-frames", 4, "--sizes.recent-frames", 2)
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process: (status, output, errors)."""
-
-    def call(command: str, *arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(["prefeature", command, *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+def run(run: Run) -> Run:
+    """Runs a ``prefeature`` command."""
+    return partial(run, "prefeature")
 
 
-def loaded(result: tuple[int, str, str]) -> Any:
-    """The JSON of a command that worked."""
-    status, out, err = result
-    assert status == 0, err
-    return json.loads(out)
-
-
-def refused(result: tuple[int, str, str], *words: str) -> None:
+def refused(result: Answer, *words: str) -> None:
     """A command that failed with one line that says why."""
-    status, _, err = result
-    assert status == 1
-    lines = [line for line in err.splitlines() if line.startswith("reelray prefeature")]
-    assert len(lines) == 1, err
+    line = failure(result)
+    assert line.startswith("reelray prefeature")
     for word in words:
-        assert word in lines[0]
+        assert word in line
 
 
 def test_cases_with_sizes_of_ones_own(run: Run, tmp_path: Path) -> None:
