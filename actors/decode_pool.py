@@ -14,7 +14,7 @@ from actors.slab import AttachedSlabs, SlabHandle
 from ingest import __version__
 from ingest.engine.pictures import PictureForm, decode_run, located
 from ingest.engine.unit import Track
-from ingest.errors import DamagedDataError, StreamClosedError, VersionSkewError
+from ingest.errors import DamagedDataError, StreamClosedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +56,7 @@ class DecodeAnswer:
 class Decoder:
     """Decodes for the ranks of one node; the class behind `DecodeActor`."""
 
-    def __init__(self, version: str) -> None:
-        if version != __version__:
-            raise VersionSkewError(f"the driver runs reelray {version}, this decode actor {__version__}: install one version on every node")
+    def __init__(self) -> None:
         self._slabs = AttachedSlabs()
 
     def ping(self) -> str:

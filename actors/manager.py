@@ -48,16 +48,15 @@ def node_label(node_id: str) -> str:
 
 
 class _Manager:
-    def __init__(self, version: str, settings: PoolSettings) -> None:
-        if version != __version__:
-            raise VersionSkewError(
-                f"the driver runs reelray {version}, this node runs {__version__}: install one version on every node, "
-                "or ship it with runtime_env py_modules"
-            )
+    def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self._pools: dict[str, list[ActorHandle]] = {}
         self._caches: dict[str, ActorHandle] = {}
         self._making = threading.Lock()
+
+    def ping(self) -> str:
+        """Answers once the actor is up; the version that it runs."""
+        return __version__
 
     def decode_pool(self, node_id: str) -> list[ActorHandle]:
         """The decode actors of one node, made at the first request; its ranks ask at the same time."""
@@ -79,23 +78,13 @@ class _Manager:
 
     def _make_cache(self, node_id: str) -> ActorHandle:
         cache_class: Any = NodeCacheActor
-        own = str(ray.get_runtime_context().get_actor_id())[:8]
-        cache = cache_class.options(
-            name=f"reelray-cache-{node_label(node_id)}-{own}",
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=_CACHE_THREADS,
-        ).remote(__version__)
-        ready, _ = ray.wait([cache.ping.remote()], timeout=self._settings.start_timeout_s)
-        if not ready:
-            ray.kill(cache)
-            raise ResourceUnavailableError(
-                f"the cache of node {node_label(node_id)} did not start within {self._settings.start_timeout_s:.0f} s although it asks "
-                "for 0 CPUs; check `ray status` for a node that is gone or out of memory"
-            )
-        ray.get(ready)  # raises VersionSkewError of the actor
+        options = _kept_on(node_id) | {"num_cpus": 0, "max_concurrency": _CACHE_THREADS}
+        cache = cache_class.options(name=f"reelray-cache-{node_label(node_id)}-{_own_label()}", **options).remote()
+        self._await_start(
+            [cache],
+            f"the cache of node {node_label(node_id)}",
+            "it asks for 0 CPUs, so check `ray status` for a node that is gone or out of memory",
+        )
         return cache
 
     def _make_pool(self, node_id: str) -> list[ActorHandle]:
@@ -116,29 +105,58 @@ class _Manager:
                 {"CPU": count * cpus}, f"{count} decode actors on node {node_label(node_id)}", available=lambda: _free_on(node_id)
             )
         actor_class: Any = DecodeActor
-        own = str(ray.get_runtime_context().get_actor_id())[:8]
         actors: list[ActorHandle] = [
             actor_class.options(
-                name=f"reelray-decode-{node_label(node_id)}-{number}-{own}",
-                num_cpus=cpus,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                max_restarts=-1,
-                max_task_retries=0,
-            ).remote(__version__)
+                name=f"reelray-decode-{node_label(node_id)}-{number}-{_own_label()}", num_cpus=cpus, **_kept_on(node_id)
+            ).remote()
             for number in range(count)
         ]
-        pings: list[Any] = [actor.ping.remote() for actor in actors]
-        ready, late = ray.wait(pings, num_returns=len(pings), timeout=settings.start_timeout_s)
-        if late:
+        self._await_start(
+            actors,
+            f"the decode pool of node {node_label(node_id)}",
+            f"each actor asks for {cpus:g} CPU and the node had {free:g} free: lower --decode-actors or the CPUs of the Train workers, "
+            "and look for failing starts in the actors' logs",
+        )
+        return actors
+
+    def _await_start(self, actors: list[ActorHandle], what: str, advice: str) -> None:
+        """Waits until actors answer, with the version that runs here; otherwise ends them.
+
+        Raises:
+            ResourceUnavailableError: some do not answer in time.
+            VersionSkewError: one runs another version.
+        """
+        timeout_s = self._settings.start_timeout_s
+        try:
+            pings: list[Any] = [actor.ping.remote() for actor in actors]
+            ready, late = ray.wait(pings, num_returns=len(pings), timeout=timeout_s)
+            if late:
+                raise ResourceUnavailableError(f"{what}: {len(late)} of {len(actors)} did not answer within {timeout_s:.0f} s; {advice}")
+            for version in ray.get(ready):
+                _refuse_skew(version, what)
+        except Exception:
             for actor in actors:
                 ray.kill(actor)
-            raise ResourceUnavailableError(
-                f"{len(late)} of {count} decode actors did not answer on node {node_label(node_id)} within "
-                f"{settings.start_timeout_s:.0f} s: each asks for {cpus:g} CPU and the node had {free:g} free; "
-                "lower --decode-actors or the CPUs of the Train workers, and look for failing starts in the actors' logs"
-            )
-        ray.get(ready)  # raises VersionSkewError of an actor
-        return actors
+            raise
+
+
+def _kept_on(node_id: str) -> dict[str, Any]:
+    """Options of an actor that stays on one node: Ray starts it again, and never a call of it."""
+    placed = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {"scheduling_strategy": placed, "max_restarts": -1, "max_task_retries": 0}
+
+
+def _own_label() -> str:
+    """Tells the services of one manager from those of another."""
+    return str(ray.get_runtime_context().get_actor_id())[:8]
+
+
+def _refuse_skew(version: str, what: str) -> None:
+    if version != __version__:
+        raise VersionSkewError(
+            f"{what} runs reelray {version}, and this job {__version__}: install one version on every node, "
+            "or ship it with runtime_env py_modules"
+        )
 
 
 def _free_on(node_id: str) -> dict[str, float]:
@@ -150,18 +168,23 @@ def start_manager(settings: PoolSettings | None = None) -> ActorHandle:
     """Starts the job's manager. Call it in the driver and keep the handle: the services live as long as it does.
 
     Raises:
-        ResourceUnavailableError: the manager was not scheduled within 10 s.
+        ResourceUnavailableError: the manager was not scheduled within 30 s.
+        VersionSkewError: it runs another version of reelray than the driver.
     """
     manager_class: Any = ray.remote(_Manager).options(max_concurrency=16, **beside_caller("manager"))
-    manager: Any = manager_class.remote(__version__, settings or PoolSettings())
+    manager: Any = manager_class.remote(settings or PoolSettings())
     start = time.monotonic()
-    ready, _ = ray.wait([manager.pools.remote()], timeout=30)
+    ready, _ = ray.wait([manager.ping.remote()], timeout=30)
     if not ready:
         raise ResourceUnavailableError(
             f"the service manager was not scheduled within {time.monotonic() - start:.0f} s although it asks for 0 CPUs; "
             "check `ray status` for nodes that are starting or out of memory"
         )
-    ray.get(ready)
+    try:
+        _refuse_skew(ray.get(ready[0]), "the service manager")
+    except VersionSkewError:
+        ray.kill(manager)
+        raise
     return manager
 
 

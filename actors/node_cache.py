@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from ingest import __version__
-from ingest.errors import ReelrayError, ResourceUnavailableError, VersionSkewError
+from ingest.errors import ReelrayError, ResourceUnavailableError
 from ingest.storage.base import Store
 from ingest.video.index import VideoIndex
 from ingest.video.sidecar.lookup import IndexRequest, SidecarIndex
@@ -63,9 +63,7 @@ class HandedOver:
 class NodeCache:
     """Serves the processes of one node; the class behind `NodeCacheActor`."""
 
-    def __init__(self, version: str) -> None:
-        if version != __version__:
-            raise VersionSkewError(f"the driver runs reelray {version}, this node cache {__version__}: install one version on every node")
+    def __init__(self) -> None:
         self._places: dict[str, IndexPlace] = {}
         self._making: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
