@@ -7,8 +7,8 @@ delivers an epoch of a small barcoded dataset to Ray Train workers on the worker
 has no CPU to lend. The judge is the ledger: the committed rows of a run, or of a chain of runs, must be the selected
 frames, each exactly once, in the order of the plan, with the pictures that one process decodes.
 
-* kills: SIGKILL of decode actors, node actors, read workers and Train workers, five in each run, when a drawn number of
-  samples is on record.
+* kills: SIGKILL of decode actors, node actors, read workers and Train workers in turn, ten in each run, when a drawn number
+  of samples is on record.
 * node losses: the node of a rank, with everything on it, in mid-epoch.
 * resumes: the driver gets SIGKILL in mid-training; the next driver goes on from the newest checkpoint with another
   number of ranks.
@@ -307,23 +307,20 @@ def run_under(
     return executioner.struck
 
 
-def kill_processes(cluster: Nodes, work: Work, kills: int, seed: int, *, per_run: int = 5) -> Verdict:
+def kill_processes(cluster: Nodes, work: Work, kills: int, seed: int, *, per_run: int = 10) -> Verdict:
     """SIGKILL for decode actors, node actors, read workers and Train workers in turn."""
     verdict = Verdict()
     draw = random.Random(seed)
     rows = len(work.pictures) // 2
-    while (left := kills - verdict.faults.total()) > 0:
-        number = min(per_run, left)
-        kinds = [KINDS[(verdict.faults.total() + place) % len(KINDS)] for place in range(number)]
+    owed = [KINDS[number % len(KINDS)] for number in range(kills)]
+    while owed:
         # Reading runs ahead of the samples, so its workers are struck as soon as they are there.
-        blows = [Blow(0 if kind == "read worker" else draw.randrange(4, rows - rows // 5), kind, draw.random()) for kind in kinds]
+        blows = [Blow(0 if kind == "read worker" else draw.randrange(4, rows - rows // 5), kind, draw.random()) for kind in owed[:per_run]]
         begun: set[int] = set()
 
         def strike(blow: Blow, pids: dict[int, int], begun: set[int] = begun) -> bool:
-            if blow.kind == "train worker":
-                found = sorted(pid for pid in pids.values() if pid not in begun)
-            else:
-                found = cluster.processes(TITLES[blow.kind])
+            found = sorted(pids.values()) if blow.kind == "train worker" else cluster.processes(TITLES[blow.kind])
+            found = [pid for pid in found if pid not in begun]
             if not found:
                 return False
             victim = found[int(blow.choice * len(found))]
@@ -331,7 +328,12 @@ def kill_processes(cluster: Nodes, work: Work, kills: int, seed: int, *, per_run
             return _kill(victim)
 
         struck = run_under(work, draw.randrange(1 << 30), blows, strike, verdict)
-        verdict.faults.update(blow.kind for blow in struck)
+        if not struck:
+            raise RuntimeError(f"none of {[blow.kind for blow in blows]} was there to be killed")
+        # Whoever was not there in this run is struck in the next one.
+        for blow in struck:
+            owed.remove(blow.kind)
+            verdict.faults[blow.kind] += 1
         _say("kills", verdict)
     return verdict
 
