@@ -84,6 +84,7 @@ def read_sample_table(read: ReadRange, file_size: int, path: str, *, max_probe_b
         presented_pts=read_only(presented_pts + samples.shift),
         sample_pts=read_only(pts / timescale + (offset_s + samples.shift / timescale)),
         timeline=timeline,
+        untimed=samples.arrays.untimed,
     )
 
 

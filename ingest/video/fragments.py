@@ -58,6 +58,8 @@ def append_fragments(
     Raises:
         VideoFormatError: a box is cut short or the counts exceed the limits.
     """
+    if base.untimed:
+        raise fail(path, f"stts leaves out the last {base.untimed} samples before the first fragment: their times are unknown")
     durations = base.durations
     dts = np.cumsum(durations) - durations
     sync = np.arange(len(durations), dtype=np.int64) if base.sync is None else base.sync

@@ -74,6 +74,7 @@ class SampleTable:
         sample_pts: [S] presentation time in seconds, float64, edit offset applied; hidden samples have one too.
         timeline: the presented part of media time, so that the table can be stored and rebuilt.
         gop_xxh3: [G] xxh3-64 of the payload of each run of ``gop_bounds``, decode order; None when it was never read.
+        untimed: samples at the end, decode order, whose durations the file leaves out; they go on at the pace of the last one.
         samples_before: samples of the file that precede sample 0; 0 except in a table that was cut out of another.
     """
 
@@ -108,6 +109,7 @@ class SampleTable:
     sample_pts: NDArray[np.float64]
     timeline: Timeline
     gop_xxh3: NDArray[np.uint64] | None = None
+    untimed: int = 0
     samples_before: int = 0
 
     @property

@@ -29,7 +29,10 @@ class TrackHeader:
 
 @dataclass(frozen=True, slots=True)
 class SampleArrays:
-    """Arrays in decode order; see ``SampleTable``. ``sync`` is None when every sample is declared a key picture."""
+    """Arrays in decode order; see ``SampleTable``. ``sync`` is None when every sample is declared a key picture.
+
+    ``untimed`` samples at the end have no duration in the file, and go on at the pace of the last one that has.
+    """
 
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -37,6 +40,7 @@ class SampleArrays:
     composition: NDArray[np.int64]
     descriptions: NDArray[np.int64]
     sync: NDArray[np.int64] | None
+    untimed: int = 0
 
 
 def first_video_track(moov: bytes, path: str) -> tuple[TrackHeader, int, int]:
@@ -145,18 +149,20 @@ def expand_samples(moov: bytes, table: dict[bytes, Box], file_size: int, path: s
         return SampleArrays(empty, empty, empty, empty, empty, empty if b"stss" in table else None)
     chunks = _chunk_offsets(moov, table, path)
     offsets, descriptions = _place(moov, table, sizes, chunks, path)
-    durations = _runs(moov, table, b"stts", count, ">u4", path)
-    if durations is None:
+    if b"stts" not in table:
         raise fail(path, "the video track has no stts box")
+    # Players agree on how a time table that ends early goes on only where pictures are shown in decode order.
+    durations, untimed = _runs(moov, table[b"stts"], count, ">u4", path, may_end_early=b"ctts" not in table)
     # Version 0 is unsigned by the letter, but writers put negative offsets there too and every player reads them so.
-    composition = _runs(moov, table, b"ctts", count, ">i4", path)
+    composition = _runs(moov, table[b"ctts"], count, ">i4", path)[0] if b"ctts" in table else constant(0, count)
     return SampleArrays(
         offsets=offsets,
         sizes=sizes,
         durations=durations,
-        composition=constant(0, count) if composition is None else composition,
+        composition=composition,
         descriptions=descriptions,
         sync=_sync(moov, table, count, path),
+        untimed=untimed,
     )
 
 
@@ -243,28 +249,25 @@ def _place(
     return offsets, np.repeat(np.repeat(description - 1, chunks_per_run), samples_per_chunk)
 
 
-def _runs(moov: bytes, table: dict[bytes, Box], kind: bytes, count: int, value: str, path: str) -> NDArray[np.int64] | None:
-    """Expands a box of (count, value) runs to ``count`` values; None without the box."""
-    box = table.get(kind)
-    if box is None:
-        return None
-    name = kind.decode()
+def _runs(moov: bytes, box: Box, count: int, value: str, path: str, *, may_end_early: bool = False) -> tuple[NDArray[np.int64], int]:
+    """Expands a box of (count, value) runs to ``count`` values; also how many of them continue the last run beyond its end."""
+    name = box.kind.decode()
     version = moov[box.start] if box.start < box.stop else 0
     if version > 1:
         raise fail(path, f"{name} has version {version}, expected 0 or 1")
     entries, at = _payload(moov, box, 8, 64, path)
     runs = np.frombuffer(moov, np.dtype([("count", ">u4"), ("value", value)]), entries, at)
     lengths = runs["count"].astype(np.int64)
-    covered = int(lengths.sum())
-    if covered != count:
-        raise fail(
-            path, f"{name} covers {covered} samples, the size table has {count}: the times of the rest are unknown; write the file again"
-        )
     used = lengths > 0
-    values = runs["value"][used].astype(np.int64)
+    lengths, values = lengths[used], runs["value"][used].astype(np.int64)
+    missing = count - int(lengths.sum())
+    if missing and not (may_end_early and 0 < missing < count):
+        rest = "the times of the rest are unknown" if missing > 0 else "the two do not belong together"
+        raise fail(path, f"{name} covers {count - missing} samples, the size table has {count}: {rest}; write the file again")
+    lengths[-1] += missing
     if bool(np.all(values == values[0])):
-        return constant(int(values[0]), count)
-    return np.repeat(values, lengths[used])
+        return constant(int(values[0]), count), missing
+    return np.repeat(values, lengths), missing
 
 
 def _sync(moov: bytes, table: dict[bytes, Box], count: int, path: str) -> NDArray[np.int64] | None:

@@ -33,6 +33,13 @@ def test_a_video_file_is_shown_as_plain_data(tmp_path: Path) -> None:
     assert shown["presented"] == [[3840, 0], [4352, 2], [4864, 1], [4864, 3]]
 
 
+def test_what_a_file_leaves_untimed_is_shown_as_untimed_and_presented_as_players_do(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(Movie([3, 4, 5, 6], [512, 256, 256, 256], untimed=2).build()[0])
+    shown = show_index(tmp_path / "a.mp4")
+    assert [row[2:4] for row in shown["samples"]] == [[0, 0], [512, 512], [768, 768], [768, 768]]
+    assert shown["presented"] == [[0, 0], [512, 1], [768, 2], [1024, 3]]
+
+
 def test_files_that_cannot_be_shown_say_why(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     with pytest.raises(ObjectNotFoundError):

@@ -60,6 +60,7 @@ class Movie:
     wide_edits: bool = False
     ctts_version: int = 0
     merged_runs: bool = True
+    untimed: int = 0
     use_co64: bool = False
     size_bits: int = 32
     faststart: bool = True
@@ -128,7 +129,7 @@ class Movie:
 
     def _tables(self, chunk_offsets: list[int], chunks: list[list[int]]) -> list[bytes]:
         tables = [full(b"stsd", struct.pack(">I", len(self.entries)), *self.entries)]
-        stts = runs(self.durations, merged=self.merged_runs)
+        stts = runs(self.durations[: len(self.durations) - self.untimed], merged=self.merged_runs)
         tables.append(full(b"stts", struct.pack(">I", len(stts)), *(struct.pack(">II", *run) for run in stts)))
         if self.composition is not None:
             ctts = runs(self.composition, merged=self.merged_runs)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.shared
 TIMELINES = {"elst_empty_only", "elst_many", "elst_rate2", "elst_rate_half", "elst_reorder", "elst_repeat"}
 REFUSED = {
     "bad_boxsize_4", "bad_empty_0b", "bad_ftyp_only", "bad_garbage", "bad_junk_before_ftyp", "bad_moov_size_small", "bad_no_moov",
-    "bad_trunc_moov_at_end", "bad_webm_named_mp4", "cenc_encrypted", "hm_stsz_huge_count", "hm_stts_short",
+    "bad_trunc_moov_at_end", "bad_webm_named_mp4", "cenc_encrypted", "hm_stsz_huge_count",
 }  # fmt: skip
 UNREADABLE = {"bad_mdat_zeroed_tail": 29, "bad_trunc_faststart_60pct": 0, "hm_stco_beyond_eof": 0, "hm_stz2_4": 0, "hm_stz2_8": 0}
 
@@ -61,7 +61,8 @@ def _attempt(action: Callable[[], T], kinds: type[ReelrayError] | tuple[type[Ree
 
 def _agrees(table: SampleTable, truth: dict[str, Any], stem: str) -> None:
     flags = np.isin(np.arange(table.samples), table.sync)
-    rows = np.stack([table.offsets, table.sizes, table.dts, table.dts + table.composition, flags], 1).tolist()
+    timed = np.minimum(table.dts, table.dts[table.samples - table.untimed]) if table.untimed else table.dts
+    rows = np.stack([table.offsets, table.sizes, timed, timed + table.composition, flags], 1).tolist()
     assert rows == [[*row[:4], row[5]] for row in truth["box"]["samples"]], stem
     if stem not in UNREADABLE:
         assert table.presented_pts.tolist() == [row[0] for row in truth["decode"]["frames"]], stem

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import tracemalloc
 
+import av
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from ingest.errors import UnsupportedTimelineError, VideoFormatError
 from ingest.video.boxes import read_sample_table
 from ingest.video.index import ProbingIndex, VideoIndex
 from ingest.video.tables import MAX_SAMPLES, SampleTable
-from video.forge import Movie, box, full, visual_entry
+from video.forge import Movie, box, encode, full, pictures, visual_entry
 
 
 def table_of(data: bytes, **options: int) -> SampleTable:
@@ -34,11 +36,14 @@ def movies(draw: st.DrawFn) -> Movie:
     two = draw(st.booleans())
     described = [draw(st.integers(0, 1)) if two else 0 for _ in chunks]
     constant = draw(st.booleans())
+    durations = [512] * count if draw(st.booleans()) else ints(0, 5000)
+    untimed = draw(st.integers(0, count - 1)) if composition == "none" else 0
     return Movie(
         sizes=[draw(st.integers(1, 15))] * count
         if constant
         else ints(0 if size_bits == 32 else 1, {4: 15, 8: 255, 16: 300, 32: 300}[size_bits]),
-        durations=[512] * count if draw(st.booleans()) else ints(0, 5000),
+        durations=durations[: count - untimed] + [durations[count - untimed - 1]] * untimed,
+        untimed=untimed,
         composition=None if composition == "none" else ints(0 if composition == "positive" else -3000, 3000),
         ctts_version=1 if composition == "signed" else draw(st.integers(0, 1)),
         sync=sorted(draw(st.sets(st.integers(0, count - 1), min_size=1))) if draw(st.booleans()) else None,
@@ -67,6 +72,7 @@ def test_every_table_reads_back(movie: Movie) -> None:
     assert table.offsets.tolist() == offsets
     assert table.sizes.tolist() == movie.sizes
     assert table.durations.tolist() == movie.durations
+    assert table.untimed == movie.untimed
     assert table.composition.tolist() == composition
     assert table.dts.tolist() == dts.tolist()
     assert table.sync.tolist() == (list(range(len(movie.sizes))) if movie.sync is None else movie.sync)
@@ -79,6 +85,47 @@ def test_every_table_reads_back(movie: Movie) -> None:
     assert not table.truncated.size
     for array in (table.offsets, table.sizes, table.presented, table.sample_pts, table.composition):
         assert not array.flags.writeable
+
+
+def _with_times(data: bytes, runs: list[tuple[int, int]]) -> bytes:
+    """A file whose index lies behind its payload, with another stts box."""
+    at = data.index(b"stts") - 4
+    old, new = (
+        int.from_bytes(data[at : at + 4], "big"),
+        full(b"stts", struct.pack(">I", len(runs)), *(struct.pack(">II", *r) for r in runs)),
+    )
+    changed = bytearray(data[:at] + new + data[at + old :])
+    assert changed.index(b"mdat") < changed.index(b"moov")
+    for kind in (b"moov", b"trak", b"mdia", b"minf", b"stbl"):
+        place = changed.index(kind) - 4
+        changed[place : place + 4] = struct.pack(">I", int.from_bytes(changed[place : place + 4], "big") + len(new) - old)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    "runs", [[(40, 512)], [(1, 512)], [(59, 512)], [(30, 512), (10, 1024)], [(30, 512), (10, 0)], [(30, 512), (0, 9)], [(58, 512), (1, 0)]]
+)
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+def test_times_that_end_early_go_on_as_the_demuxer_has_them(codec: str, runs: list[tuple[int, int]]) -> None:
+    data = _with_times(encode(pictures(60), codec, {"g": "10", "bf": "0"}), runs)
+    table = table_of(data)
+    with av.open(io.BytesIO(data)) as container:
+        assert table.presented_pts.tolist() == [frame.pts for frame in container.decode(video=0)]
+    assert table.untimed == 60 - sum(count for count, _ in runs)
+
+
+@pytest.mark.parametrize(
+    ("bf", "runs", "message"),
+    [
+        ("2", [(40, 512)], "covers 40 samples, the size table has 60: the times of the rest are unknown"),
+        ("0", [(61, 512)], "covers 61 samples, the size table has 60: the two do not belong together"),
+        ("0", [(0, 512)], "covers 0 samples"),
+        ("0", [], "covers 0 samples"),
+    ],
+)
+def test_times_that_cannot_be_known_are_refused(bf: str, runs: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(VideoFormatError, match=message):
+        table_of(_with_times(encode(pictures(60), options={"g": "10", "bf": bf}), runs))
 
 
 @settings(max_examples=60, deadline=None)

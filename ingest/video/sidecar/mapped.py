@@ -297,6 +297,7 @@ def _table(record: dict[str, Any], extra: dict[str, Any], arrays: dict[str, NDAr
             fragmented=extra["fragmented"],
             edit_offset_ticks=extra["edit_offset_ticks"],
             timeline=Timeline(offset_ticks, empty_ticks, first_tick, stop_tick),
+            untimed=extra.get("untimed", 0),
             gop_xxh3=cast("NDArray[np.uint64] | None", arrays.pop("gop_xxh3", None)),
             **cast("dict[str, Any]", {name: read_only(array) for name, array in arrays.items()}),
         )

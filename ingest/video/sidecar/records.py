@@ -63,12 +63,13 @@ def mp4_record(table: SampleTable) -> dict[str, Any]:
 def extra_record(table: SampleTable) -> dict[str, Any]:
     """What a sample table knows beyond LeRobot's record."""
     timeline = table.timeline
-    return {
+    found: dict[str, Any] = {
         "movie_timescale": table.movie_timescale,
         "fragmented": table.fragmented,
         "edit_offset_ticks": table.edit_offset_ticks,
         "timeline": [timeline.offset_ticks, timeline.empty_ticks, timeline.first_tick, timeline.stop_tick],
     }
+    return found | ({"untimed": table.untimed} if table.untimed else {})
 
 
 def lerobot_arrays(table: SampleTable) -> dict[str, NDArray[Any]]:
@@ -146,11 +147,14 @@ def table_from_record(
     if extra is None:
         if entries > 1:
             raise SidecarError(f"{where}: {entries} sample entries, and a sidecar made by LeRobot does not say which sample uses which")
-        movie_timescale, fragmented = 0, False
+        movie_timescale, fragmented, untimed = 0, False, 0
         offset = _edit_offset(found["sample_pts"], dts + composition, numbers["timescale"], where)
         timeline = Timeline(offset, 0, -offset if offset < 0 else None, None)
     else:
         movie_timescale, fragmented, offset, timeline = _extras(as_object(extra, where), where)
+        untimed = as_count(as_object(extra, where).get("untimed", 0), f"{where}: untimed")
+        if untimed and untimed >= count:
+            raise SidecarError(f"{where}: {untimed} of {count} samples have no time")
     descriptions = _checked(ours["descriptions"], count, "descriptions", where) if "descriptions" in ours else constant(0, count)
     if count and not 0 <= int(descriptions.min()) <= int(descriptions.max()) < entries:
         raise SidecarError(f"{where}: descriptions name sample entries that do not exist")
@@ -190,6 +194,7 @@ def table_from_record(
         sample_pts=read_only(found["sample_pts"]),
         timeline=timeline,
         gop_xxh3=read_only(ours["gop_xxh3"].astype(np.uint64)) if "gop_xxh3" in ours else None,
+        untimed=untimed,
     )
     if table.gop_xxh3 is not None and len(table.gop_xxh3) != len(table.gop_bounds) - 1:
         raise SidecarError(f"{where}: {len(table.gop_xxh3)} checksums for {len(table.gop_bounds) - 1} runs")

@@ -33,7 +33,8 @@ def show_index(source: Path | str, *, file: str | None = None, max_probe_bytes: 
 
     Returns:
         ``{"timescale": T, "samples": [[offset, size, dts, pts, sync], …], "presented": [[pts, sample], …], …}`` in media ticks,
-        samples in decode order and media time before edit lists; for a sidecar without ``file`` its manifest in short.
+        samples in decode order and media time before edit lists (what the file leaves untimed stands at the end of what it times;
+        ``presented`` shows it one by one, as players do); for a sidecar without ``file`` its manifest in short.
 
     Raises:
         VideoFormatError: the file cannot be indexed, its samples lie beyond its end, or they do not begin as its codec demands.
@@ -88,6 +89,7 @@ def _show_table(table: SampleTable) -> dict[str, Any]:
     flags = np.zeros(table.samples, np.int64)
     flags[table.sync.astype(np.int64)] = 1
     dts = table.dts.astype(np.int64)
+    dts[table.samples - table.untimed :] = dts[table.samples - table.untimed] if table.untimed else 0
     rows = np.stack([table.offsets.astype(np.int64), table.sizes.astype(np.int64), dts, dts + table.composition, flags], axis=1)
     return {
         "path": table.path,
