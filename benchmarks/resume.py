@@ -70,7 +70,7 @@ class _Job:
     def __init__(self, spec: SampleSpec) -> None:
         self.spec = spec
         self.source = self
-        self.sources = (self,)
+        self.sources = self.jobs = (self,)
         self.store = None
         self.location = "made up"
 

@@ -35,7 +35,7 @@ from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData, pack_unit, unpack_unit
-from ingest.errors import DamagedDataError, ReelrayError, SettingsError, StorageError, StreamClosedError
+from ingest.errors import DamagedDataError, ReelrayError, ReservationError, SettingsError, StorageError, StreamClosedError
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.source import Source
 from ingest.storage.base import Store
@@ -44,7 +44,7 @@ from ingest.video.index import VideoIndex
 LANGUAGE_KEY = "language"
 """Column of `read_episodes` that holds an episode's annotations, packed (see `AnnotationRows`)."""
 
-UNITS_PER_TASK = 64
+UNITS_PER_TASK = 256
 """Units that one read task yields: a task that is lost is run again from its first unit."""
 
 T = TypeVar("T")
@@ -86,7 +86,12 @@ class ReadJob:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The datasets that units come from, by dataset number."""
-        return (self.source,)
+        return tuple(job.source for job in self.jobs)
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """How each dataset is read, by dataset number."""
+        return (self,)
 
     @property
     def location(self) -> str:
@@ -100,6 +105,10 @@ class ReadJob:
     def indexed(self, change: Callable[[VideoIndex], VideoIndex]) -> ReadJob:
         """The same job with its index changed, for example for use on other nodes."""
         return replace(self, index=change(self.index))
+
+    def stored(self, change: Callable[[Store], Store]) -> ReadJob:
+        """The same job with its store changed."""
+        return replace(self, source=replace(self.source, store=change(self.source.store)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,12 +136,17 @@ class UnitList:
 
     def part(self, start: int, stop: int) -> UnitList:
         """Some consecutive units."""
+        return self.take(np.arange(start, stop))
+
+    def take(self, rows: NDArray[np.int64]) -> UnitList:
+        """Some units, as copies."""
         names = ("ordinal", "dataset", "episode", "lo", "hi", "nbytes")
-        return UnitList(**{name: getattr(self, name)[start:stop].copy() for name in names})
+        return UnitList(**{name: getattr(self, name)[rows] for name in names})
 
     def request(self, number: int) -> UnitRequest:
-        """What to read for one unit."""
-        return UnitRequest(int(self.dataset[number]), int(self.episode[number]), int(self.lo[number]), int(self.hi[number]))
+        """What to read for one unit, within the bytes that are reserved for it."""
+        fields = (self.dataset, self.episode, self.lo, self.hi, self.nbytes)
+        return UnitRequest(*(int(values[number]) for values in fields))
 
 
 class EpisodeDatasource(Datasource):
@@ -261,7 +275,7 @@ def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], bool]) 
         try:
             header, payload = pack_unit(reader.read(units.request(number)))
             return header, payload, None
-        except (DamagedDataError, StorageError) as error:
+        except (DamagedDataError, ReservationError, StorageError) as error:
             return b"", b"", dump_error(error)
 
     counted = counters.totals()

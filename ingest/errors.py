@@ -182,6 +182,18 @@ class BudgetError(ReelrayError, MemoryError, ValueError):
     """One unit is larger than the byte budget; the message names the unit, both sizes and the setting."""
 
 
+class ReservationError(BudgetError):
+    """A unit needs more bytes than are reserved for it, because decoding has to begin further back than the index says.
+
+    Attributes:
+        leads: what reading it took so far: (name of a camera or file, random-access points further back).
+    """
+
+    def __init__(self, message: str, leads: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__(message)
+        self.leads = tuple(leads)
+
+
 class CursorError(ReelrayError, ValueError):
     """A cursor cannot be read, or belongs to another plan; the message names the field that differs."""
 

@@ -76,8 +76,7 @@ class UnitCredits:
 
     Args:
         ledger: the rank's budget.
-        nbytes: int64[N], most bytes of each unit. Only units that begin further back than their index says (streams that
-            need a lead-in) can turn out larger, which `arrived` corrects.
+        nbytes: int64[N], most bytes of each unit.
         window: units granted beyond those that have arrived, at most; None takes the ledger's.
 
     Attributes:
@@ -92,7 +91,6 @@ class UnitCredits:
         self._granted = 0
         self._arrived = 0
         self._held: dict[int, int] = {}
-        self._leaving: set[int] = set()
         self._closed = False
         self._listeners: list[Callable[[int], None]] = []
         with self._changed:
@@ -128,47 +126,26 @@ class UnitCredits:
             if self._closed:
                 raise StreamClosedError("the stream was closed")
 
-    def arrived(self, number: int, nbytes: int, *, leaves: bool = False) -> None:
+    def arrived(self, number: int, nbytes: int) -> None:
         """Notes that a unit has come.
 
         Args:
             number: the unit.
-            nbytes: what it really holds; 0 gives its bytes back.
-            leaves: as in `leaves`.
+            nbytes: what it holds, no more than was reserved for it; what it does not need is given back.
         """
         with self._changed:
             self._arrived = max(self._arrived, number + 1)
             if number in self._held:
-                if nbytes > self._held[number]:
-                    self.ledger.take(nbytes - self._held[number])
-                    self._held[number] = nbytes
-                if leaves:
-                    self._leaving.add(number)
-                if not nbytes:
-                    self._give_back(number)
+                assert nbytes <= self._held[number], f"unit {number} holds {nbytes} bytes, of which {self._held[number]} are reserved"
+                self.ledger.held_bytes -= self._held[number] - nbytes
+                self._held[number] = nbytes
             self.ledger.grant()
-
-    def leaves(self, number: int) -> None:
-        """Notes that a unit's bytes come free without any further batch: its last pictures are being decoded."""
-        with self._changed:
-            if number in self._held:
-                self._leaving.add(number)
 
     def release(self, number: int) -> None:
         """Gives a unit's bytes back. May be called again."""
         with self._changed:
             self._give_back(number)
             self.ledger.grant()
-
-    def starved(self, number: int) -> bool:
-        """Whether a unit waits for bytes that only later batches would free: it would wait for ever."""
-        with self._changed:
-            return (
-                not (self._closed or self.ledger.paused)
-                and self._granted <= number
-                and self._arrived == self._granted
-                and not self._leaving
-            )
 
     def close(self) -> None:
         """Gives everything back and wakes all who wait. Idempotent."""
@@ -185,7 +162,6 @@ class UnitCredits:
 
     def _give_back(self, number: int) -> None:
         self.ledger.held_bytes -= self._held.pop(number, 0)
-        self._leaving.discard(number)
 
     def advance(self) -> bool:
         """Grants what fits; whether the whole list is granted. The caller holds the ledger's ``changed``."""

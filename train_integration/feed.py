@@ -15,7 +15,7 @@ from actors.gate import start_gate
 from ingest.datasource import EpisodeDatasource, ReadJob, UnitList, in_order, unpack_row
 from ingest.engine.counters import Counters
 from ingest.engine.unit import UnitData
-from ingest.errors import DamagedDataError, ReelrayError, StorageError, StreamClosedError
+from ingest.errors import DamagedDataError, ReelrayError, ReservationError, StorageError, StreamClosedError
 from train_integration.credits import UnitCredits
 
 _READ_TASKS = 2
@@ -146,7 +146,7 @@ class LocalFeed:
                 return reader.read(wanted.request(number))
             except StreamClosedError:
                 raise
-            except (DamagedDataError, StorageError) as error:
+            except (DamagedDataError, ReservationError, StorageError) as error:
                 return error
 
         for number, unit in enumerate(in_order(read, wanted.nbytes, self.job.threads, self.job.prefetch_bytes)):

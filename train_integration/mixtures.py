@@ -24,7 +24,6 @@ from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.errors import SelectionError, SettingsError
-from ingest.lerobot.source import Source
 from ingest.plan import Batch, EpochPlan, Units
 from ingest.storage.base import Store
 from ingest.video.index import VideoIndex
@@ -81,9 +80,9 @@ class MixtureJob(ReadJob):
     members: tuple[tuple[ReadJob, _Adapter], ...] = ()
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """All datasets."""
-        return tuple(job.source for job, _ in self.members)
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """How each dataset is read."""
+        return tuple(job for job, _ in self.members)
 
     @property
     def location(self) -> str:
@@ -98,6 +97,11 @@ class MixtureJob(ReadJob):
         """The same job with every dataset's index changed."""
         members = tuple((job.indexed(change), adapt) for job, adapt in self.members)
         return replace(self, index=members[0][0].index, members=members)
+
+    def stored(self, change: Callable[[Store], Store]) -> MixtureJob:
+        """The same job with every dataset's store changed."""
+        members = tuple((job.stored(change), adapt) for job, adapt in self.members)
+        return replace(self, source=members[0][0].source, members=members)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

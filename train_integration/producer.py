@@ -16,13 +16,14 @@ from actors.stream_metrics import StreamReading, describe_wait, watch_stream
 from ingest.engine.assemble import BatchAssembler, BufferPool, Sample
 from ingest.engine.counters import Counters
 from ingest.engine.rendering import render_batch
-from ingest.errors import DamagedDataError, IngestStalledError, StreamClosedError
+from ingest.errors import DamagedDataError, IngestStalledError, ReservationError, StreamClosedError
 from ingest.plan import EpochPlan, plan_epoch
 from train_integration.credits import ByteLedger
 from train_integration.decoding import DecodeBackend
 from train_integration.feed import Feed
 from train_integration.memory import Budgets, FrameStores
 from train_integration.options import StreamDescription
+from train_integration.reservations import LeadIns
 from train_integration.scheduler import BatchScheduler, UnitFailure
 from train_integration.stretches import Stretch
 from train_integration.worklist import PlannedStep, work_list
@@ -128,6 +129,7 @@ class Producer:
             buffers=BufferPool(keep=config.prefetch_batches + 3),
         )
         self._stores: FrameStores | None = None
+        self._lead_ins = LeadIns(production.description.job)
         self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30), window=config.prefetch_units, paused=paused)
         self._schedulers: list[BatchScheduler] = []
         self._thread = threading.Thread(target=self._run, args=(stretch,), name="reelray-producer", daemon=True)
@@ -209,18 +211,19 @@ class Producer:
             ahead=config.prefetch_batches,
             stall_s=config.stall_s,
         )
+        work = work_list(
+            plan,
+            stretch.ranked,
+            of.description.job.spec,
+            of.description.lengths,
+            of.description.unit_bytes,
+            start=stretch.start,
+            stop=stretch.stop,
+            worker=of.worker,
+        )
         scheduler = BatchScheduler(
             of.description.job.spec,
-            work_list(
-                plan,
-                stretch.ranked,
-                of.description.job.spec,
-                of.description.lengths,
-                of.description.unit_bytes,
-                start=stretch.start,
-                stop=stretch.stop,
-                worker=of.worker,
-            ),
+            self._lead_ins.reserve(work),
             of.feed,
             self._backend,
             self._assembler,
@@ -274,9 +277,15 @@ class Producer:
         )
 
     def _without(self, stretch: Stretch, scheduler: BatchScheduler, failure: UnitFailure) -> Stretch:
-        """The plan from the failing step on without the damaged episode, or the error where the policy says so."""
+        """The plan from the failing step on without the damaged episode, or the error where the policy says so.
+
+        Where nothing is damaged, but more bytes are needed than were reserved, the same plan from that step on.
+        """
         error, plan, units = failure.error, stretch.plan, scheduler.units
         dataset, episode = int(units.dataset[failure.key]), int(units.episode[failure.key])
+        if isinstance(error, ReservationError):
+            self._lead_ins.learn(dataset, error.leads)
+            return stretch.from_step(failure.step)
         sources = self._of.description.job.sources
         if isinstance(error, DamagedDataError) and len(sources) > 1:
             _say_dataset(error, sources[dataset].store.url)

@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 
 from ingest.datasource import UnitList
 from ingest.engine.assemble import BatchAssembler, PictureOf, PlannedSamples, Sample
-from ingest.engine.blocks import BlockStore
+from ingest.engine.blocks import Block, BlockStore
 from ingest.engine.counters import Counters
 from ingest.engine.frames import FrameStore
 from ingest.engine.pictures import PictureForm, groups, runs
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData
-from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
+from ingest.errors import DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
 from train_integration.credits import ByteLedger, UnitCredits
 from train_integration.decoding import DecodeBackend
 from train_integration.direct import DirectBatches, Start
 from train_integration.feed import Feed
-from train_integration.fits import HOW_TO_MAKE_ROOM, refuse_what_never_fits
+from train_integration.fits import refuse_what_never_fits
 from train_integration.memory import Budgets, FrameStores, RankMemory
 from train_integration.worklist import PlannedStep, WorkList
 
@@ -173,7 +173,7 @@ class BatchScheduler:
             self._credits.arrived(key, 0)
         else:
             once = bool(self._once[key])
-            self._credits.arrived(key, arrived.payload_bytes, leaves=once)
+            self._credits.arrived(key, arrived.payload_bytes)
             try:
                 resident = _Resident(arrived, once)
                 if self._direct is not None:
@@ -210,7 +210,7 @@ class BatchScheduler:
         unit = resident.unit
 
         def start(
-            store: BlockStore, camera: str, track: Track, wanted: NDArray[np.int64], slots: NDArray[np.int32], kept: Any
+            store: BlockStore, camera: str, track: Track, wanted: NDArray[np.int64], slots: NDArray[np.int32], kept: dict[int, Block]
         ) -> Future[Any]:
             future = self._backend.submit(
                 store, track, unit.episode, wanted, self._forms[camera], self._shapes[camera], slots, lambda _: None
@@ -224,7 +224,6 @@ class BatchScheduler:
         """Gives a unit's compressed pictures back once its last decode calls, which hold what they need, are done."""
         tracks = {camera: replace(track, data=b"") for camera, track in resident.unit.tracks.items()}
         resident.unit = replace(resident.unit, tracks=tracks)
-        self._credits.leaves(key)
         left = len(last)
         lock = threading.Lock()
 
@@ -292,9 +291,6 @@ class BatchScheduler:
                     raise self._feeder_error
                 if self._closed:
                     raise StreamClosedError("the stream was closed")
-                # A unit may turn out larger than its index says: then what is open can fill the budget, which no wait would change.
-                if self._credits.starved(key):
-                    raise self._starved(key, step)
                 if self._ledger.paused:
                     deadline = time.monotonic() + self._budgets.stall_s
                 if not self._changed.wait(min(0.5, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
@@ -385,14 +381,10 @@ class BatchScheduler:
     def _stalled(self, step: int, what: str) -> IngestStalledError:
         states = "; ".join(self._backend.states())
         return IngestStalledError(
-            f"no batch for {self._budgets.stall_s:.0f} s at step {step}: {what}; {len(self._residents)} units resident, "
-            f"{self._ledger.held_bytes} compressed bytes held; {states}"
-        )
-
-    def _starved(self, key: int, step: int) -> BudgetError:
-        return BudgetError(
-            f"at step {step} episode {int(self._work.list.episode[key])} needs {int(self._work.list.nbytes[key])} bytes, but "
-            f"{self._ledger.held_bytes} of {self._ledger.limit_bytes} are held by units that stay open: {HOW_TO_MAKE_ROOM}"
+            f"no batch for {self._budgets.stall_s:.0f} s at step {step} of epoch {self._work.epoch}: {what}; "
+            f"{len(self._residents)} of {len(self._work.list)} units resident, {self._ledger.under_way} on their way, "
+            f"{self._backend.load().calls} decode calls, "
+            f"{self._ledger.held_bytes} of {self._ledger.limit_bytes} compressed bytes held; {states}"
         )
 
     def _release(self, asked: _Asked, drained: tuple[int, ...]) -> None:
@@ -425,8 +417,9 @@ class BatchScheduler:
             closing()
 
 
-def _let_go_of(_kept: Any, _: Future[Any]) -> None:
-    """A callback that keeps something alive until its call has ended."""
+def _let_go_of(kept: dict[int, Block], _: Future[Any]) -> None:
+    """Keeps blocks alive until their decode call has ended, and not as long as somebody keeps the call."""
+    pass
 
 
 def _chain(first: PlannedStep, rest: Iterator[PlannedStep]) -> Iterator[PlannedStep]:

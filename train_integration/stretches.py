@@ -85,6 +85,10 @@ class Stretch:
         until = None if self.limit is None else cursor.batches + self.limit
         return self._of(EpochPlan(plan.units, plan.settings, cursor, plan.segment), self.ranked, self.limit, until, samples)
 
+    def from_step(self, step: int) -> Stretch:
+        """This pass from a later step on, unchanged."""
+        return replace(self, start=step)._sized()
+
     def again(self, plan: EpochPlan) -> Stretch:
         """This pass from a later position of another plan on, which leaves out an episode.
 

@@ -20,7 +20,7 @@ from ingest.engine.counters import Counters
 from ingest.engine.episodes import EpisodeReader
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData, UnitRows, localise
-from ingest.errors import ChecksumError, DamagedDataError, PictureCountError, TransientStorageError
+from ingest.errors import ChecksumError, DamagedDataError, PictureCountError, ReservationError, TransientStorageError
 from ingest.lerobot.rows import EpisodeRows
 from ingest.lerobot.source import Source
 from ingest.storage.local import LocalStore
@@ -42,12 +42,14 @@ class UnitRequest:
         episode: episode index.
         lo: first anchor frame.
         hi: one past the last anchor frame.
+        limit_bytes: most bytes of compressed pictures that reading it may hold; None sets no limit.
     """
 
     dataset: int
     episode: int
     lo: int
     hi: int
+    limit_bytes: int | None = None
 
 
 class UnitReader:
@@ -77,6 +79,7 @@ class UnitReader:
 
         Raises:
             DamagedDataError: rows or bytes that should be there are missing or wrong; the episode is named.
+            ReservationError: it needs more bytes than it may hold; its ``leads`` name the cameras.
             StorageError: the store failed.
         """
         return ride_out(lambda: self._read(request), self._outage_s, self._again)
@@ -90,7 +93,7 @@ class UnitReader:
         try:
             length = int(self._source.episodes.length[self._source.episodes.row(request.episode)])
             rows = self._read_rows(request, length)
-            tracks = {camera: self._read_track(request, camera, length) for camera in self._spec.cameras}
+            tracks = self._read_tracks(request, length)
         except DamagedDataError as error:
             raise self._with_episode(error, request.episode) from error
         finally:
@@ -115,7 +118,23 @@ class UnitReader:
         wanted = np.unique(rows.numbers["task_index"][first:stop]).tolist()
         return {int(number): self._source.tasks.text(int(number)) for number in wanted}
 
-    def _read_track(self, request: UnitRequest, camera: str, length: int) -> Track:
+    def _read_tracks(self, request: UnitRequest, length: int) -> dict[str, Track]:
+        tracks: dict[str, Track] = {}
+        leads: list[tuple[str, int]] = []
+        left = request.limit_bytes
+        for camera in self._spec.cameras:
+            try:
+                tracks[camera], lead = self._read_track(request, camera, length, left)
+            except ReservationError as error:
+                error.leads = (*leads, *((camera, lead) for _, lead in error.leads))
+                error.args = (f"{self._source.store.url}: episode {request.episode}: {camera}: {error}",)
+                raise
+            leads.append((camera, lead))
+            left = None if left is None else left - len(tracks[camera].data)
+        return tracks
+
+    def _read_track(self, request: UnitRequest, camera: str, length: int, limit_bytes: int | None) -> tuple[Track, int]:
+        """A camera's pictures, and how many random-access points further back they begin than the index says."""
         path, file_first, _ = self._source.pictures(request.episode, camera)
         first, stop = self._spec.reach((camera,), request.lo, request.hi, length)
         table = self._index.table(path)
@@ -128,14 +147,14 @@ class UnitReader:
         if self._watched is not None:
             self._watched.check_unchanged(self._source.store, path)
         try:
-            fetched = self._spans.fetch(table, range(file_first + first, file_first + stop))
+            fetched = self._spans.fetch(table, range(file_first + first, file_first + stop), limit_bytes=limit_bytes)
         except ChecksumError as error:
             error.camera = camera
             error.args = (f"{camera}: {error}", *error.args[1:])
             raise
         self._counters.add("reelray_payload_bytes_read", fetched.nbytes)
         self._counters.add("reelray_payload_bytes_needed", fetched.span.sample_bytes)
-        return localise(fetched.table, fetched.span, b"".join(fetched.parts), camera=camera, first=first)
+        return localise(fetched.table, fetched.span, b"".join(fetched.parts), camera=camera, first=first), fetched.lead
 
     def _with_episode(self, error: DamagedDataError, episode: int) -> DamagedDataError:
         error.dataset = error.dataset or self._source.store.url

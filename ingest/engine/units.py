@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +35,36 @@ def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection
     return Units.from_lengths(lengths, episodes=selection, nbytes=nbytes, cost=cost if spec.cameras else None)
 
 
-def payload_bytes(units: Units, source: Source, index: VideoIndex, spec: SampleSpec) -> NDArray[np.int64]:
+class FrameRuns(Protocol):
+    """Runs of frames of some episodes: units, or parts of them that may overlap."""
+
+    @property
+    def episode(self) -> NDArray[np.int64]: ...
+
+    @property
+    def lo(self) -> NDArray[np.int64]: ...
+
+    @property
+    def hi(self) -> NDArray[np.int64]: ...
+
+
+def payload_bytes(
+    units: FrameRuns, source: Source, index: VideoIndex, spec: SampleSpec, leads: Mapping[str, int] | None = None
+) -> NDArray[np.int64]:
     """Bytes of compressed pictures that reading each unit brings into memory, windows included, int64[U].
 
-    A file whose key pictures need a lead-in is only found out when it is read; it may bring some more.
+    Args:
+        units: of one dataset.
+        source: the dataset.
+        index: sample tables of its video files.
+        spec: what samples consist of.
+        leads: by camera, how many random-access points further back decoding begins than the index says. Files whose
+            key pictures need such a lead-in (intra refresh) are only found out when they are read.
     """
+    leads = leads or {}
     rows = source.episodes.rows(units.episode)
     lengths = source.episode_frames()[rows]
-    nbytes = np.zeros(len(units), dtype=np.int64)
+    nbytes = np.zeros(len(rows), dtype=np.int64)
     for camera in spec.cameras:
         mapped = source.camera_map(camera)
         first, stop = spec.reach_many((camera,), units.lo, units.hi, lengths)
@@ -49,7 +72,7 @@ def payload_bytes(units: Units, source: Source, index: VideoIndex, spec: SampleS
         for number, here in _by_file(mapped.file[rows]):
             here = here[stop[here] > first[here]]
             table = index.table(mapped.paths[number])
-            nbytes[here] += payload_sizes(table, begin[here] + first[here], begin[here] + stop[here])
+            nbytes[here] += payload_sizes(table, begin[here] + first[here], begin[here] + stop[here], lead=leads.get(camera, 0))
     return nbytes
 
 

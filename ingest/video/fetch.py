@@ -9,7 +9,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.errors import DecodeError, LeadInError
+from ingest.errors import DecodeError, LeadInError, ReservationError
 from ingest.storage.base import Store
 from ingest.video.checksums import verify_payload
 from ingest.video.decode import decode_pictures
@@ -28,12 +28,14 @@ class FetchedSpan:
         span: which samples.
         parts: contents of ``span.ranges``, equal to the checksums of the index where it has them.
         nbytes: bytes read for it, those of attempts that began too late included.
+        lead: random-access points further back than the index says.
     """
 
     table: SampleTable
     span: PictureSpan
     parts: list[bytes]
     nbytes: int
+    lead: int
 
 
 class SpanFetcher:
@@ -51,15 +53,19 @@ class SpanFetcher:
         self._store = store
         self._leads: dict[str, int] = {}
 
-    def fetch(self, table: SampleTable, pictures: NDArray[np.integer] | Sequence[int] | range) -> FetchedSpan:
+    def fetch(
+        self, table: SampleTable, pictures: NDArray[np.integer] | Sequence[int] | range, *, limit_bytes: int | None = None
+    ) -> FetchedSpan:
         """Fetches what shows some pictures.
 
         Args:
             table: of the file.
             pictures: picture numbers; duplicates count once.
+            limit_bytes: most bytes to hold at a time; None reads whatever it takes.
 
         Raises:
             ChecksumError: the bytes differ from the checksums of the index.
+            ReservationError: the pictures need more bytes than may be held; those are not read.
             SelectionError: a picture that the file does not present.
             StorageError: the bytes cannot be read.
         """
@@ -67,15 +73,25 @@ class SpanFetcher:
         lead, nbytes = self._leads.get(table.path, 0), 0
         while True:
             span = picture_span(table, pictures, lead=lead)
-            parts = self._store.read_ranges(table.path, span.ranges)
+            if limit_bytes is not None and span.nbytes > limit_bytes:
+                raise ReservationError(
+                    f"{table.path}: pictures {int(span.wanted[0])}..{int(span.wanted[-1])} need {span.nbytes} bytes when decoding begins "
+                    f"{lead} random-access points further back, more than the {limit_bytes} bytes reserved: reserve them anew",
+                    leads=((table.path, lead),),
+                )
             nbytes += span.nbytes
-            verify_payload(table, span, parts)
-            points = _Points(table, span, parts)
-            if span.first == 0 or points.complete(span.first):
-                break
+            found = self._attempt(table, span)
+            if found is not None:
+                return FetchedSpan(*found, nbytes, lead)
             lead = 2 * lead + 1
             self._leads[table.path] = lead
-        return FetchedSpan(points.proven(), span, parts, nbytes)
+
+    def _attempt(self, table: SampleTable, span: PictureSpan) -> tuple[SampleTable, PictureSpan, list[bytes]] | None:
+        """A span read, or None, with nothing kept, where decoding cannot begin with it."""
+        parts = self._store.read_ranges(table.path, span.ranges)
+        verify_payload(table, span, parts)
+        points = _Points(table, span, parts)
+        return (points.proven(), span, parts) if span.first == 0 or points.complete(span.first) else None
 
 
 class _Points:

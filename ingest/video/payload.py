@@ -11,13 +11,14 @@ from ingest.video.spans import GAP_BYTES, sample_span
 from ingest.video.tables import SampleTable
 
 
-def payload_sizes(table: SampleTable, first: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``picture_span(table, range(first, stop)).nbytes`` of every run.
+def payload_sizes(table: SampleTable, first: NDArray[np.int64], stop: NDArray[np.int64], *, lead: int = 0) -> NDArray[np.int64]:
+    """``picture_span(table, range(first, stop), lead=lead).nbytes`` of every run.
 
     Args:
         table: of the file.
         first: int64[N], first picture of each run, presentation order of the file.
         stop: int64[N], picture behind its last one, greater than ``first``.
+        lead: as in `picture_span`.
 
     Raises:
         SelectionError: a run is empty or leaves the file.
@@ -35,6 +36,7 @@ def payload_sizes(table: SampleTable, first: NDArray[np.int64], stop: NDArray[np
         reduce_runs(np.minimum, presented, first, stop - 1),
         reduce_runs(np.minimum, ticks[presented], first, stop - 1),
         ticks,
+        lead,
     )
     end = reduce_runs(np.maximum, presented, first, stop - 1) + 1
     if table.gop_xxh3 is not None:
@@ -51,8 +53,13 @@ def payload_sizes(table: SampleTable, first: NDArray[np.int64], stop: NDArray[np
     return nbytes
 
 
-def _starts(table: SampleTable, sample: NDArray[np.int64], tick: NDArray[np.int64], ticks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """First sample to feed for each run: the last random-access point not after its first sample nor shown after its first picture."""
+def _starts(
+    table: SampleTable, sample: NDArray[np.int64], tick: NDArray[np.int64], ticks: NDArray[np.int64], lead: int
+) -> NDArray[np.int64]:
+    """First sample to feed for each run: the last random-access point not after its first sample nor shown after its first picture.
+
+    From there it is ``lead`` points further back.
+    """
     starts = table.starts.astype(np.int64)
     if not len(starts):
         return np.zeros_like(sample)
@@ -60,7 +67,7 @@ def _starts(table: SampleTable, sample: NDArray[np.int64], tick: NDArray[np.int6
     while True:
         late = (index >= 0) & (ticks[starts[np.maximum(index, 0)]] > tick)
         if not late.any():
-            return np.where(index >= 0, starts[np.maximum(index, 0)], 0)
+            return np.where(index >= lead, starts[np.maximum(index - lead, 0)], 0)
         index = index - late
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ingest.datasource import UnitList
+from ingest.errors import BudgetError
 from train_integration.credits import ByteLedger, UnitCredits
+from train_integration.fits import refuse_what_never_fits
+from train_integration.worklist import WorkList
 
 SCHEDULES = 1500
 
@@ -41,7 +46,7 @@ class World:
         self.training = False
         self.ended = False
         self.dies_at = rng.randrange(count) if rng.random() < 0.2 else None
-        self.dead = self.starved = False
+        self.dead = False
         self.threads = rng.randint(1, 4)
         self.credits.listen(self.told)
 
@@ -79,7 +84,7 @@ class World:
                 self.credits.arrived(unit, 0)
                 self.dead = True
                 return
-            self.credits.arrived(unit, self.sizes[unit], leaves=self.whole[unit])
+            self.credits.arrived(unit, self.sizes[unit])
             if self.whole[unit]:
                 self.later(self.speeds[1], lambda unit=unit: self.credits.release(unit))
             self.resident.add(unit)
@@ -99,8 +104,6 @@ class World:
             self.start()
             events += 1
             assert 0 <= self.ledger.held_bytes <= self.ledger.peak_bytes <= self.limit
-            due = [unit for unit in range(len(self.sizes)) if self.first[unit] <= self.step and unit not in self.resident]
-            self.starved = self.starved or (not self.dead and any(self.credits.starved(unit) for unit in due))
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -110,7 +113,6 @@ def test_no_schedule_exceeds_the_budget_or_gets_stuck(part: int) -> None:
         world.run()
         if not world.dead:
             assert world.step == max(world.last) + 1, f"seed {seed}: stuck at step {world.step}"
-            assert not world.starved
             assert world.ledger.held_bytes == 0
         world.credits.close()
         assert world.ended
@@ -132,14 +134,28 @@ def test_a_stream_that_is_cancelled_anywhere_gives_everything_back() -> None:
         assert world.ledger.held_bytes == 0
 
 
-def test_a_budget_a_byte_too_small_is_told_from_a_slow_schedule() -> None:
-    """The least budget is sharp: with a byte less, the unit that needs it starves, and is seen to."""
+def work_of(world: World) -> WorkList:
+    """The same units as a work list, with one sample to a batch."""
+    count = len(world.sizes)
+    numbers = np.arange(count, dtype=np.int64)
+    units = UnitList(numbers, numbers.astype(np.int32) * 0, numbers, numbers * 0, numbers * 0 + 1, np.array(world.sizes, dtype=np.int64))
+    first, last = np.array(world.first, dtype=np.int64), np.array(world.last, dtype=np.int64)
+    nothing: Any = None
+    return WorkList(units, first, last, first, last, numbers * 0, {}, 1, 0, 0, 61, nothing, nothing)
+
+
+def test_a_budget_that_never_suffices_is_refused_before_anything_is_read() -> None:
+    """The least budget is sharp: it passes, and with a byte less a schedule would stand still, so it is refused."""
     found = 0
     for seed in range(600):
         world = World(seed)
         least = max(map(world.needed, range(len(world.sizes))))
         if world.dies_at is not None or least <= max(world.sizes) or least < 2:
             continue
+        work, once = work_of(world), np.array(world.whole)
+        refuse_what_never_fits(work, once, least)
+        with pytest.raises(BudgetError, match="byte_budget_gb"):
+            refuse_what_never_fits(work, once, least - 1)
         tight = ByteLedger(least - 1)
         world.credits.close()
         world.ledger, world.limit = tight, least - 1
@@ -148,7 +164,6 @@ def test_a_budget_a_byte_too_small_is_told_from_a_slow_schedule() -> None:
         world.granted = 0
         world.credits.listen(world.told)
         world.run()
-        assert world.starved
         assert world.step <= max(world.last)
         assert tight.peak_bytes <= tight.limit_bytes
         found += 1

@@ -110,22 +110,16 @@ def test_listeners_learn_of_grants_and_of_the_end() -> None:
     assert told == [2, 3, -1]
 
 
-def test_starving_is_told_from_waiting() -> None:
+def test_what_a_unit_does_not_need_is_given_back_when_it_comes() -> None:
     ledger = ByteLedger(10)
-    credits = UnitCredits(ledger, np.array([4, 4, 4], dtype=np.int64))
-    assert not credits.starved(2)
+    credits = UnitCredits(ledger, np.array([6, 6], dtype=np.int64))
+    assert credits.granted == 1
     credits.arrived(0, 4)
-    credits.arrived(1, 4, leaves=True)
-    assert not credits.starved(2)
-    credits.arrived(1, 6)
-    credits.leaves(0)
-    assert not credits.starved(2)
-    credits.release(1)
-    assert not credits.starved(2)
-    full = UnitCredits(ByteLedger(10), np.array([4, 4, 4], dtype=np.int64))
-    full.arrived(0, 4)
-    full.arrived(1, 6)
-    assert full.starved(2)
+    assert (credits.granted, ledger.held_bytes) == (2, 10)
+    credits.arrived(1, 0)
+    credits.release(0)
+    credits.close()
+    assert (ledger.held_bytes, ledger.peak_bytes) == (0, 10)
 
 
 @pytest.mark.parametrize("strategy", ["lanes", "remaining", "round_robin", "sequential", "reservoir"])
