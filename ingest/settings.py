@@ -1,8 +1,10 @@
-"""The one place that reads the environment. Values are read at call time, so tests may set them."""
+"""The one place that reads and sets the environment. Values are read at call time, so tests may set them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from ingest.errors import SettingsError
@@ -88,3 +90,15 @@ def distributed_rank() -> tuple[int, int]:
     if world <= 0 or not 0 <= rank < world:
         raise SettingsError(f"expected 0 <= RANK < WORLD_SIZE, found RANK={rank} and WORLD_SIZE={world}")
     return rank, world
+
+
+@contextlib.contextmanager
+def defaults_of_environment(values: Mapping[str, str]) -> Generator[None]:
+    """Sets variables that nobody has set, for libraries that read them alone, as long as the block runs."""
+    fresh = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(fresh)
+    try:
+        yield
+    finally:
+        for name in fresh:
+            os.environ.pop(name, None)

@@ -17,6 +17,7 @@ from actors.resources import wait_for_resources
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, plan_epoch
+from ingest.settings import defaults_of_environment
 from train_integration.accounting import FrameAccount
 from train_integration.clamping import log_clamped_workers
 from train_integration.config import EpisodeDataConfig, placeholder, publish_stream
@@ -26,12 +27,16 @@ from train_integration.ledger import Rows, start_ledger, write_order
 from train_integration.mixtures import Mixture
 from train_integration.options import StreamDescription
 from train_integration.preemption import start_stop_board, stop_on_sigterm
+from train_integration.snapshots import SnapshotKeeper, mend_snapshot
 from train_integration.training import TrainingPlan, train_worker
 
 POLICIES = ("bc",)
 """Policy types that the training job knows."""
 
 _RUN = "run"
+
+_ELASTIC = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
+"""Ray Train learns up to 20 s late that a node is gone, and asks for a group of the old size until then, for a minute each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,7 @@ class JobResult:
         steps: optimiser steps done in all, those of earlier runs included.
         log: one entry per logged step of rank 0, replayed steps included.
         attempts: worker groups that were started.
+        world_sizes: ranks of each of them, in order.
         counts: counter totals of the last worker group.
         first_batch_s: seconds to the first batch of its slowest rank.
         checkpoint: path of the newest checkpoint, or None.
@@ -78,6 +84,7 @@ class JobResult:
     steps: int
     log: list[dict[str, float]]
     attempts: int
+    world_sizes: tuple[int, ...]
     counts: dict[str, float]
     first_batch_s: float | None
     checkpoint: str | None
@@ -128,6 +135,7 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     if (output / _RUN).exists() and not settings.resume:
         raise SettingsError(f"{output} holds an earlier run: pass --resume to go on with it, or another --output_dir")
     output.mkdir(parents=True, exist_ok=True)
+    mend_snapshot(output / _RUN)
     log_clamped_workers(plan_epoch(description.units, description.config.plan))
     least = settings.world_size if isinstance(settings.world_size, int) else settings.world_size[0]
     each = {"CPU": settings.cpus_per_worker} | ({"GPU": 1.0} if settings.use_gpu else {})
@@ -147,10 +155,16 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
         scaling_config=scaling,
         datasets=placeholder(),
         dataset_config=EpisodeDataConfig(publish_stream(description, manager)),
-        run_config=RunConfig(name=_RUN, storage_path=str(output), failure_config=FailureConfig(max_failures=settings.max_failures)),
+        run_config=RunConfig(
+            name=_RUN,
+            storage_path=str(output),
+            failure_config=FailureConfig(max_failures=settings.max_failures),
+            callbacks=[SnapshotKeeper(output / _RUN)],
+        ),
     )
     try:
-        with stop_on_sigterm(lambda: board.ask.remote()) as asked:
+        elastic = not isinstance(settings.world_size, int)
+        with stop_on_sigterm(lambda: board.ask.remote()) as asked, defaults_of_environment(_ELASTIC if elastic else {}):
             result: Any = trainer.fit()
             steps = int((result.metrics or {}).get("step", 0))
             stopped = asked() and steps < plan.steps
@@ -165,7 +179,8 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     write_order(output / "order.parquet", rows)
     (output / "log.json").write_text(json.dumps(log), encoding="utf-8")
     checkpoint = result.checkpoint.path if result.checkpoint is not None else None
-    return JobResult(rows, steps, log, summary["attempts"], summary["counts"], summary["first_batch_s"], checkpoint, stopped)
+    sizes = tuple(summary["world_sizes"])
+    return JobResult(rows, steps, log, summary["attempts"], sizes, summary["counts"], summary["first_batch_s"], checkpoint, stopped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ class _Ledger:
     def __init__(self) -> None:
         self._record = OrderRecord()
         self._groups: dict[str, tuple[int, int]] = {}
+        self._world_sizes: list[int] = []
         self._counts: dict[str, float] = {}
         self._first_batch_s: float | None = None
         self._attempt = -1
@@ -165,18 +166,19 @@ class _Ledger:
                 _, before = next(reversed(self._groups.values()))
                 done = self._record.committed_batches(epoch, world_size, before)
                 batches = self._record.last_step(epoch, before) if done is None else done
-            self._begin(group, epoch, (*segments[:-1], batches))
+            self._begin(group, world_size, epoch, (*segments[:-1], batches))
         attempt, batches = self._groups[group]
         return attempt, batches, list(self._skips)
 
-    def begin_group(self, group: str, epoch: int, segments: tuple[int, ...]) -> int:
+    def begin_group(self, group: str, world_size: int, epoch: int, segments: tuple[int, ...]) -> int:
         """Attempt number of a worker group that goes on from a cursor with that epoch and those batches in its segments."""
         if group not in self._groups:
-            self._begin(group, epoch, segments)
+            self._begin(group, world_size, epoch, segments)
         return self._groups[group][0]
 
-    def _begin(self, group: str, epoch: int, segments: tuple[int, ...]) -> None:
+    def _begin(self, group: str, world_size: int, epoch: int, segments: tuple[int, ...]) -> None:
         self._attempt = self._record.begin(epoch, segments)
+        self._world_sizes.append(world_size)
         self._groups[group] = (self._attempt, segments[-1] if segments else 0)
         self._error = None
 
@@ -185,8 +187,13 @@ class _Ledger:
         self._pids[rank] = pid
 
     def progress(self) -> dict[str, Any]:
-        """Process of every rank, worker groups so far, and rows delivered."""
-        return {"pids": dict(self._pids), "attempts": len(self._groups), "rows": self._record.rows}
+        """Process of every rank, worker groups so far, ranks of the last one, and rows delivered."""
+        return {
+            "pids": dict(self._pids),
+            "attempts": len(self._groups),
+            "world_size": self._world_sizes[-1] if self._world_sizes else 0,
+            "rows": self._record.rows,
+        }
 
     def log(self, entry: dict[str, float]) -> None:
         """Takes one line of a training log."""
@@ -235,11 +242,12 @@ class _Ledger:
         return self._record.columns()
 
     def summary(self) -> dict[str, Any]:
-        """Totals, time to the first batch, attempts and skipped episodes."""
+        """Totals, time to the first batch, attempts with their ranks, and skipped episodes."""
         return {
             "counts": self._counts,
             "first_batch_s": self._first_batch_s,
             "attempts": len(self._groups),
+            "world_sizes": self._world_sizes,
             "skips": list(self._skips),
             "damage": list(self._skips.values()),
         }

@@ -135,7 +135,8 @@ class _Recorder:
         self._plan = plan
         self._pending: Any = None
         cursor = stream.cursor()
-        self._attempt: Any = ray.get(ledger.begin_group.remote(shard.attempt, cursor.epoch, tuple(one.batches for one in cursor.segments)))
+        batches = tuple(one.batches for one in cursor.segments)
+        self._attempt: Any = ray.get(ledger.begin_group.remote(shard.attempt, shard.world_size, cursor.epoch, batches))
         ray.get(ledger.started.remote(shard.rank, os.getpid()))
 
     def add(self, batch: dict[str, Any], step: int, loss: float) -> None:

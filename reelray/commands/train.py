@@ -160,6 +160,7 @@ class Train:
             "frames_selected": dataset.num_frames,
             "steps": result.steps,
             "worker_groups": result.attempts,
+            "world_sizes": list(result.world_sizes),
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "first_batch_s": result.first_batch_s,

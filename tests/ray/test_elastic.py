@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 JOB = Path(__file__).with_name("elastic_job.py")
 
@@ -18,13 +18,13 @@ JOB = Path(__file__).with_name("elastic_job.py")
 @pytest.mark.parametrize("strategy", ["lanes", "remaining"])
 def test_a_lost_node_makes_the_group_smaller_and_a_new_one_larger(tmp_path: Path, strategy: str) -> None:
     # A cluster of several nodes needs a process of its own: the suite's has one node.
-    ended = subprocess.run([sys.executable, str(JOB), str(tmp_path), strategy], capture_output=True, text=True, timeout=260, check=False)
+    ended = subprocess.run([sys.executable, str(JOB), str(tmp_path), strategy], capture_output=True, text=True, timeout=380, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    assert report["groups"] >= 3
-    assert report["sizes"][0] == 3
-    assert 2 in report["sizes"]
-    assert 3 in report["sizes"][report["sizes"].index(2) :]
+    sizes = [size for size, before in zip(report["world_sizes"], [0, *report["world_sizes"]], strict=False) if size != before]
+    assert sizes == [3, 2, 3]
+    assert report["stopped"]
+    assert report["steps"] > 0
     whole = [epoch for epoch in report["coverage"] if epoch["complete"]]
     assert whole
     for epoch in report["coverage"]:
