@@ -17,7 +17,7 @@ import pytest
 from ingest.lerobot.make import MakeOptions, make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 PLACEHOLDERS = {"SRC", "FILE", "DIR", "COMMAND", "NAME"}
 
 
