@@ -20,12 +20,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs slow and soak tests only when a ``-m`` expression names them; skips conformance suites aloud without their data."""
+    """Leaves slow and soak tests to runs whose ``-m`` expression names them; skips conformance suites aloud without their data."""
     chosen = config.getoption("-m") or ""
+    left = [item for item in items if any(item.get_closest_marker(marker) and marker not in chosen for marker in ("slow", "soak"))]
+    config.hook.pytest_deselected(items=left)
+    # A skipped test is one that this machine cannot run; these are run by another command.
+    items[:] = [item for item in items if item not in set(left)]
     for item in items:
-        for marker in ("slow", "soak"):
-            if item.get_closest_marker(marker) and marker not in chosen:
-                item.add_marker(pytest.mark.skip(reason=f"marked {marker}: run with -m {marker}"))
         if item.get_closest_marker("shared") and _shared_root() is None:
             item.add_marker(pytest.mark.skip(reason="needs the conformance data: set REELRAY_SHARED"))
 
