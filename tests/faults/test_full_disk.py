@@ -20,7 +20,7 @@ from train_integration.job import JobSettings, make_plan, run_training
 from train_integration.ledger import start_ledger
 from train_integration.options import open_stream
 
-pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture
@@ -44,10 +44,15 @@ def test_training_goes_on_when_there_is_room_again(cluster: Nodes, work: Work, s
     settings: dict[str, Any] = {"output_dir": small_disk / "train", "world_size": 2, "pool": PoolSettings(actors=1, cpus=0.5)}
     with pytest.raises(OSError, match=r"No space left on device|Errno 28|disk"):
         run_training(description, plan, JobSettings(**settings, max_failures=1), ledger=ledger)
-    saved = [path for path in (small_disk / "train" / "run").glob("checkpoint_*") if any(path.iterdir())]
+    saved = [path for path in (small_disk / "train" / "run").glob("checkpoint_*") if path.is_dir() and any(path.iterdir())]
     assert saved
+    # As if the disk had filled up while the list of checkpoints was being written.
+    (small_disk / "train" / "run" / "checkpoint_manager_snapshot.json").write_text("")
     subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    before: Any = ray.get(ledger.progress.remote())
     done = run_training(description, plan, JobSettings(**settings, resume=True), ledger=ledger)
+    # It goes on where the last whole checkpoint was.
+    assert len(done.rows["step"]) < before["rows"] + 8 * plan.steps
     rows = done.rows
     mine = (rows["epoch"] == 0) & rows["committed"] & ~rows["is_pad"]
     found = np.stack([rows["episode_index"][mine], rows["frame_index"][mine]], axis=1)
