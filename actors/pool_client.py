@@ -46,6 +46,7 @@ class _Member:
     alone: bool = False
     down: bool = False
     failures: int = 0
+    answered_at: float = field(default_factory=time.monotonic)
 
     @property
     def load(self) -> float:
@@ -79,7 +80,6 @@ class DecodePoolClient:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[_Call] = deque()
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._last_answer = time.monotonic()
         self._closed = False
         self._open: set[_Call] = set()
         self._ended: Exception | None = None
@@ -110,8 +110,10 @@ class DecodePoolClient:
 
     def states(self) -> list[str]:
         """One line per actor, for stall reports."""
+        now = time.monotonic()
         return [
-            f"actor {member.handle._actor_id.hex()[:8]}: {'down' if member.down else 'up'}, {len(member.running)} calls"  # pyright: ignore[reportPrivateUsage]
+            f"actor {member.handle._actor_id.hex()[:8]}: {'down' if member.down else 'up'}, "  # pyright: ignore[reportPrivateUsage]
+            f"{len(member.running)} calls, last answer {now - member.answered_at:.0f} s ago"
             for member in self._members
         ]
 
@@ -192,7 +194,7 @@ class DecodePoolClient:
         if isinstance(error, RayActorError):
             self._lost(member, call)
             return
-        self._last_answer = time.monotonic()
+        member.answered_at = time.monotonic()
         if error is None:
             member.failures = 0
             done = answer.result()
@@ -228,13 +230,13 @@ class DecodePoolClient:
     def _pinged(self, member: _Member, answer: Future[Any]) -> None:
         if answer.exception() is None:
             member.down = False
-            self._last_answer = time.monotonic()
+            member.answered_at = time.monotonic()
         else:
             member.failures += 1
             self._ping_later(member)
 
     def _check_stall(self) -> None:
-        silent_s = time.monotonic() - self._last_answer
+        silent_s = time.monotonic() - max(member.answered_at for member in self._members)
         if all(member.down for member in self._members) and silent_s > self._give_up_s:
             error = ResourceUnavailableError(f"no decode actor has answered for {silent_s:.0f} s: {'; '.join(self.states())}")
             while self._waiting:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -264,11 +264,13 @@ def _deliver(config: dict[str, Any]) -> None:
         return
     try:
         _deliver_rank(shard, cursor, ledger, number, digests=digests, step_s=config["step_s"])
-    except RayError:
-        raise
     except Exception as error:
+        # What an actor of the job refuses comes as an error of Ray with the reason inside.
+        known = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, ReelrayError) else error
+        if isinstance(known, RayError):
+            raise
         # It would come again at every new start; the driver raises it once all ranks have stopped.
-        ray.get(ledger.fail.remote(number, error))
+        ray.get(ledger.fail.remote(number, known))
 
 
 def _deliver_rank(shard: RankShard, cursor: Cursor, ledger: Any, attempt: int, *, digests: bool, step_s: float) -> None:

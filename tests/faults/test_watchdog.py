@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -25,7 +26,8 @@ from train_integration.options import StreamConfig, open_stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-STALL_S = 8.0
+STALL_S = 25.0
+"""Longer than decoders take to start on a busy machine."""
 
 
 @pytest.fixture
@@ -63,14 +65,15 @@ def config(work: Work, **changes: Any) -> StreamConfig:
 def check(error: IngestStalledError, started: float) -> None:
     text = str(error)
     # Where it stands, what is under way, and how the actors are.
-    assert "step" in text
-    assert "has not answered" in text
-    assert "compressed bytes held" in text
-    assert "actor " in text
+    assert re.search(rf"no batch for {STALL_S:.0f} s at step \d+ of epoch 0: a decode call of episode \d+ has not answered", text), text
+    assert re.search(r"[1-9]\d* of \d+ units resident, \d+ on their way, [1-9]\d* decode calls, \d+ of \d+ compressed bytes held", text), (
+        text
+    )
+    assert re.search(r"actor \w{8}: up, [1-9]\d* calls, last answer \d+ s ago", text), text
     assert time.monotonic() - started < 150
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_delivery_ends_by_name(work: Work, frozen_decoders: Any) -> None:
     description, _ = open_stream(work.root, config(work))
     ledger = start_ledger()
@@ -85,7 +88,7 @@ def test_delivery_ends_by_name(work: Work, frozen_decoders: Any) -> None:
             max_steps=None,
             digests=False,
             pool=PoolSettings(actors=1, cpus=0.5),
-            step_s=0.1,
+            step_s=0.3,
             ledger=ledger,
         )
     assert stopped
