@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -27,7 +26,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
 
 import ray
-from ray._private.internal_api import memory_summary
+from ray._private.internal_api import get_memory_info_reply
+from ray._private.state import state
 from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -41,7 +41,8 @@ from train_integration.report import Series, line_plot, table_html, write_page
 RANKS = 2
 LIMITS = {"memory_bytes": 5.0, "descriptors": 2.0, "threads": 2.0, "object_store_bytes": 5.0}
 """Per cent of the mean by which a series may grow in an hour."""
-_PLASMA = re.compile(r"Plasma memory usage (\d+) MiB")
+_OF = "memory of "
+"""Begins the names of the series of single kinds of processes."""
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -73,21 +74,26 @@ class Watcher(threading.Thread):
             self.looks.append({"minutes": (time.monotonic() - start) / 60} | self._look())
 
     def _look(self) -> dict[str, float]:
-        memory = descriptors = threads = processes = 0
-        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        sums = ("memory_bytes", "descriptors", "threads", "processes")
+        look = dict.fromkeys(sums, 0.0)
+        own = psutil.Process()
+        for process in [own, *own.children(recursive=True)]:
             try:
+                kind = "driver" if process.pid == own.pid else _kind(process)
                 found = (process.memory_full_info().pss, process.num_fds(), process.num_threads())
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            memory, descriptors, threads, processes = memory + found[0], descriptors + found[1], threads + found[2], processes + 1
-        plasma = _PLASMA.search(memory_summary(stats_only=True))
-        return {
-            "memory_bytes": memory,
-            "descriptors": descriptors,
-            "threads": threads,
-            "processes": processes,
-            "object_store_bytes": float(plasma[1]) * 2**20 if plasma else 0.0,
-        }
+            for name, value in zip(sums, (*found, 1), strict=True):
+                look[name] += value
+            look[_OF + kind] = look.get(_OF + kind, 0.0) + found[0]
+        used: Any = get_memory_info_reply(state).store_stats
+        return look | {"object_store_bytes": float(used.object_store_bytes_used)}
+
+
+def _kind(process: psutil.Process) -> str:
+    """What a process is: the class of its actor, or its program."""
+    title = " ".join(process.cmdline())
+    return title.split(".")[0].split()[0].removeprefix("ray::") if title.startswith("ray::") else process.name()
 
 
 def slopes(looks: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -95,11 +101,12 @@ def slopes(looks: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     steady = looks[len(looks) // 5 :]
     minutes = np.array([look["minutes"] for look in steady])
     found: dict[str, dict[str, float]] = {}
-    for name in LIMITS:
-        values = np.array([look[name] for look in steady])
+    for name in [*LIMITS, *sorted({name for look in steady for name in look if name.startswith(_OF)})]:
+        values = np.array([look.get(name, 0.0) for look in steady])
         slope = float(np.polyfit(minutes / 60, values, 1)[0]) if len(values) > 1 else 0.0
         mean = float(values.mean())
-        found[name] = {"mean": mean, "slope_percent_per_hour": round(100 * slope / mean, 2) if mean else 0.0}
+        percent = round(100 * slope / mean, 2) if mean else 0.0
+        found[name] = {"mean": mean, "slope_per_hour": slope, "slope_percent_per_hour": percent}
     return found
 
 
@@ -153,12 +160,15 @@ def main() -> int:
     print(json.dumps(figures, indent=1))
     if options.report is not None:
         minutes = [look["minutes"] for look in seen]
-        rows = [(name, f"{one['mean']:,.0f}", f"{one['slope_percent_per_hour']:+.2f} %") for name, one in figures["series"].items()]
+        rows = [
+            (name, f"{one['mean']:,.0f}", f"{one['slope_per_hour']:+,.0f}", f"{one['slope_percent_per_hour']:+.2f} %")
+            for name, one in figures["series"].items()
+        ]
         plots = {
             name: line_plot([Series(name, minutes, [look[name] for look in seen])], title=name, x_label="minutes", y_label="")
             for name in LIMITS
         }
-        write_page(options.report, "reelray soak", {"Slopes": table_html(rows, ("series", "mean", "per hour"))} | plots)
+        write_page(options.report, "reelray soak", {"Slopes": table_html(rows, ("series", "mean", "per hour", "of the mean"))} | plots)
     grown = [name for name, limit in LIMITS.items() if figures["series"][name]["slope_percent_per_hour"] > limit]
     print("grows: " + ", ".join(grown) if grown else "nothing grows")
     return 1 if grown else 0

@@ -48,7 +48,7 @@ def test_a_long_run(tmp_path: Path, minutes: float) -> None:
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False)
     figures: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
     assert figures["samples_of_rank_0"] > 0
-    assert set(figures["series"]) == set(LIMITS)
+    assert set(figures["series"]) >= {*LIMITS, "memory of Decoder", "memory of RayTrainWorker"}
     assert figures["series"]["memory_bytes"]["mean"] > 1e8
     assert (tmp_path / "soak.html").read_text().count("<svg") == len(LIMITS)
     # Slopes of a run this short are noise; an hour has to hold its limits.
