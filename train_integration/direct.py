@@ -17,8 +17,8 @@ from ingest.engine.unit import Track
 from ingest.errors import StreamClosedError
 from train_integration.worklist import PlannedStep, WorkList
 
-Start = Callable[[BlockStore, str, Track, NDArray[np.int64], NDArray[np.int32], Any], Future[Any]]
-"""Starts a decode call: store, camera, track, wanted pictures, their slots, and what must stay alive until it is done."""
+Start = Callable[[BlockStore, str, Track, NDArray[np.int64], NDArray[np.int32], dict[int, Block]], Future[Any]]
+"""Starts a decode call: store, camera, track, wanted pictures, their slots, and the blocks of the slots, to be let go of at its end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +30,14 @@ class BatchMemory:
         open: how many batches may have blocks.
         batch_size: samples of a batch.
         batch_bytes: bytes of one batch, all cameras.
+        batches: batches that have memory at a time, about: those that are open, queued, in hand and with the loop.
     """
 
     stores: Mapping[str, BlockStore]
     open: OpenBatches
     batch_size: int
     batch_bytes: int
+    batches: int
 
     @property
     def slots(self) -> int:
@@ -53,8 +55,8 @@ class BatchMemory:
         return self.open.peak * self.batch_bytes
 
     def warm(self) -> None:
-        """Touches the memory of all batches that may be open, so that no decoder meets fresh pages."""
-        taken = [store.take() for store in self.stores.values() for _ in range(self.open.limit)]
+        """Touches the memory of all batches that have memory at a time, so that no decoder meets fresh pages."""
+        taken = [store.take() for store in self.stores.values() for _ in range(self.batches)]
         for block in taken:
             block.memory.fill(0)
 
@@ -133,13 +135,14 @@ class DirectBatches:
             stop = 0
             for run in runs(track, wanted):
                 here = slice(stop, stop := stop + len(run))
-                involved = self._involved(camera, np.unique(steps[here]).tolist())
+                filled: list[int] = np.unique(steps[here]).tolist()
+                involved = self._involved(camera, filled)
                 firsts = np.array([involved[step].first for step in steps[here].tolist()], np.int64)
                 slots = (firsts + places[here]).astype(np.int32)
                 # The call keeps the blocks: whatever becomes of the stream, their memory is not used again before it has ended.
                 future = start(self._memory.stores[camera], camera, track, run, slots, involved)
                 with self._lock:
-                    for step in involved:
+                    for step in filled:
                         self._due.setdefault(step, []).append(_Due(key, future))
                 yield future
 

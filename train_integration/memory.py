@@ -146,9 +146,9 @@ class RankMemory:
             memory.open.allow(limit)
             return memory
         # Batches that are queued, in hand and with the loop have their memory still.
-        blocks = limit + self._budgets.ahead + 3
-        stores = {camera: self._backend.make_blocks(nbytes, work.batch_size, blocks) for camera, nbytes in sizes.items()}
-        return BatchMemory(stores, OpenBatches(limit), work.batch_size, batch_bytes)
+        batches = limit + self._budgets.ahead + 3
+        stores = {camera: self._backend.make_blocks(nbytes, work.batch_size, batches) for camera, nbytes in sizes.items()}
+        return BatchMemory(stores, OpenBatches(limit), work.batch_size, batch_bytes, batches)
 
     def _new_slots(self, slots: int, per_batch: int) -> tuple[NDArray[np.bool_], FrameStores]:
         """Decides once or on demand for every unit, and makes the slots for both."""

@@ -419,7 +419,7 @@ class BatchScheduler:
 
 def _let_go_of(kept: dict[int, Block], _: Future[Any]) -> None:
     """Keeps blocks alive until their decode call has ended, and not as long as somebody keeps the call."""
-    pass
+    kept.clear()
 
 
 def _chain(first: PlannedStep, rest: Iterator[PlannedStep]) -> Iterator[PlannedStep]:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from actors.slab import AttachedSlabs, BlockSlab
-from ingest.engine.blocks import HeapBlocks, OpenBatches
+from ingest.engine.blocks import Block, HeapBlocks, OpenBatches
 from ingest.errors import StreamClosedError
+from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
@@ -37,7 +38,9 @@ def test_a_block_is_used_again_only_when_no_view_of_it_is_left(make: Callable[[]
     assert [picture[place].min() for picture in pictures for place in range(3)] == [10 * n + p for n in range(5) for p in range(3)]
     kept = pictures[2][1, :, :, 0]
     first = blocks[2].first
-    del blocks, pictures, block
+    blocks.clear()
+    pictures.clear()
+    block = None
     gc.collect()
     again = [store.take() for _ in range(4)]
     assert first not in {block.first for block in again}, "a view of the block is alive"
@@ -129,3 +132,38 @@ def test_batches_that_the_loop_keeps_stay_as_they_were(small: Path, fits: bool) 
     for batch in kept:
         for picture, episode, frame in zip(batch[camera], batch["episode_index"], batch["frame_index"], strict=True):
             np.testing.assert_array_equal(picture, dataset.sample(int(episode), int(frame))[camera])
+
+
+def test_the_memory_of_a_batch_is_used_again_as_soon_as_the_loop_has_let_go_of_it(tmp_path: Path) -> None:
+    place = tmp_path / "long"
+    make_dataset(place, MakeOptions(episodes=3, frames="40:40", cameras=2, size=(32, 64), gop=2))
+    # Units of 32 frames contribute to 32 batches each: nothing that outlives a batch may keep its memory as long as that.
+    plan = PlanSettings(strategy="lanes", batch_size=2, lanes=2)
+    description, dataset = open_stream(place, StreamConfig(plan=plan, decode="inline", lane_frames=32, epochs=1))
+    taken: dict[int, set[int]] = {}
+    promised: list[int] = []
+
+    def backend(counters: Any) -> InlineDecoding:
+        decoding = InlineDecoding(2, "here", counters)
+
+        def make(slot_bytes: int, batch: int, blocks: int) -> HeapBlocks:
+            store, number = HeapBlocks(slot_bytes, batch), len(promised)
+            promised.append(blocks)
+            take = store.take
+
+            def noted() -> Block:
+                block = take()
+                taken.setdefault(number, set()).add(block.first // batch)
+                return block
+
+            store.take = noted  # type: ignore[method-assign]
+            return store
+
+        decoding.make_blocks = make  # type: ignore[method-assign]
+        return decoding
+
+    with SampleStream(description, 0, 1, LocalFeed(description.job), backend, decoded_bytes=64 << 20, output="numpy") as stream:
+        delivered = sum(len(batch["index"]) for batch in stream)
+    assert delivered == dataset.num_frames
+    assert len(promised) == 2
+    assert max(len(numbers) for numbers in taken.values()) <= promised[0] < dataset.num_frames // 2
