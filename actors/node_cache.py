@@ -1,25 +1,30 @@
-"""One cache per node: makes sure that the mapped index of a dataset exists there once, and tells the node's processes where.
+"""One cache per node: makes sure that the mapped index of a dataset exists there once, and that payload is fetched there once.
 
-Ranks and read tasks open the index as a memory map, so all of them share its pages; only its place travels through Ray.
+Ranks and read tasks open the index as a memory map, so all of them share its pages; only its place travels through Ray. Payload
+lies in files that all of them read; what travels is who fetches which bytes, so that no two do.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from ingest import __version__
 from ingest.errors import ReelrayError, ResourceUnavailableError
-from ingest.storage.base import Store
+from ingest.storage.base import ByteRange, Store
+from ingest.storage.disk_cache import CachedStore
+from ingest.storage.turns import FetchTurns, Turn
 from ingest.video.index import VideoIndex
 from ingest.video.sidecar.lookup import IndexRequest, SidecarIndex
 from ingest.video.tables import SampleTable
@@ -27,6 +32,8 @@ from ingest.video.tables import SampleTable
 _LOG = logging.getLogger("reelray.actors")
 _ATTEMPTS = 7
 _LONGEST_PAUSE_S = 3.0
+_TURN_TIMEOUT_S = 30.0
+"""Longest wait for a turn; a node's cache that builds many indexes at once may answer late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class NodeCache:
         self._places: dict[str, IndexPlace] = {}
         self._making: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._turns = FetchTurns()
 
     def ping(self) -> str:
         """Answers once the actor is up; the version that it runs."""
@@ -92,6 +100,18 @@ class NodeCache:
                 self._places[key] = IndexPlace(found.sidecar, found.cache_home, found.origin, found.has_checksums)
                 _LOG.info("the index of %s is at %s (%s)", request.repo_id, found.mapped.path, found.origin)
             return self._places[key]
+
+    def take_turn(self, version: str, wanted: Sequence[ByteRange], pid: int) -> Turn:
+        """Divides wanted payload between the process that asks and those that are fetching some of it; see `FetchTurns`."""
+        return self._turns.take(version, wanted, pid)
+
+    def end_turn(self, version: str, turn: Turn) -> None:
+        """Ends a turn: what was fetched is on the disk, or will not come."""
+        self._turns.done(version, turn)
+
+    def is_fetched(self, version: str, wanted: Sequence[ByteRange]) -> bool:
+        """Whether somebody is fetching some of this now."""
+        return self._turns.busy(version, wanted)
 
     def places(self) -> dict[str, IndexPlace]:
         """What is known on this node, by request key."""
@@ -142,12 +162,11 @@ class NodeIndex:
             return self._index
 
     def _ask(self) -> IndexPlace:
-        manager: Any = self.manager
         node_id = ray.get_runtime_context().get_node_id()
         lost: RayActorError | None = None
         for attempt in range(_ATTEMPTS):
             try:
-                cache: Any = ray.get(manager.node_cache.remote(node_id))
+                cache = _cache_of(self.manager, node_id)
                 return ray.get(cache.index.remote(self.request, self.shelf))
             except RayActorError as error:
                 # Ray restarts the cache in a second or two, and refuses calls meanwhile; what it had built is on the disk.
@@ -161,6 +180,57 @@ class NodeIndex:
 
     def __reduce__(self) -> tuple[object, ...]:
         return (NodeIndex, (self.manager, self.request, self.shelf))
+
+
+@dataclass(slots=True)
+class NodeTurns:
+    """`Turns` from the cache of the node where it is used. Where that does not answer, everybody fetches what is missing.
+
+    Attributes:
+        manager: the job's manager, which knows the nodes' caches.
+    """
+
+    manager: ActorHandle
+    _cache: Any = field(default=None, init=False, repr=False)
+
+    def take(self, version: str, wanted: Sequence[ByteRange]) -> Turn:
+        """See `Turns`."""
+        return self._ask("take_turn", Turn(-1, tuple(wanted), ()), version, list(wanted), os.getpid())
+
+    def done(self, version: str, turn: Turn) -> None:
+        """See `Turns`."""
+        if turn.number >= 0:
+            self._ask("end_turn", None, version, turn)
+
+    def busy(self, version: str, wanted: Sequence[ByteRange]) -> bool:
+        """See `Turns`."""
+        return self._ask("is_fetched", False, version, list(wanted))
+
+    def _ask(self, method: str, otherwise: Any, *arguments: object) -> Any:
+        try:
+            if self._cache is None:
+                self._cache = _cache_of(self.manager, ray.get_runtime_context().get_node_id())
+            return ray.get(getattr(self._cache, method).remote(*arguments), timeout=_TURN_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError) as error:
+            _LOG.debug("payload is fetched without asking the node's cache: %s", error)
+            return otherwise
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (NodeTurns, (self.manager,))
+
+
+def _cache_of(manager: Any, node_id: str) -> Any:
+    return ray.get(manager.node_cache.remote(node_id))
+
+
+def node_payload(store: Store, manager: ActorHandle | None) -> Store:
+    """The same store for use on every node of the cluster: what is kept on a node's disk is fetched there once.
+
+    Args:
+        store: as opened by the driver; only one that keeps payload is changed.
+        manager: the job's manager; without one, processes that want the same at the same time all fetch it.
+    """
+    return store.taking(NodeTurns(manager)) if manager is not None and isinstance(store, CachedStore) else store
 
 
 def node_index(index: VideoIndex, manager: ActorHandle | None) -> VideoIndex:

@@ -16,7 +16,7 @@ import ray.train
 from ray.actor import ActorHandle
 from ray.train import DataConfig
 
-from actors.node_cache import node_index
+from actors.node_cache import node_index, node_payload
 from actors.pool_client import DecodePoolClient
 from actors.slab import SlabHandle
 from ingest.engine.counters import Counters
@@ -57,7 +57,7 @@ def publish_stream(description: StreamDescription, manager: ActorHandle | None, 
     """Puts a description where every rank of the cluster finds it. Call it in the driver."""
     if description.config.decode == "pool" and manager is None:
         raise SettingsError("decode='pool' needs a service manager: pass actors.manager.start_manager()")
-    job = description.job.indexed(lambda index: node_index(index, manager))
+    job = description.job.indexed(lambda index: node_index(index, manager)).stored(lambda store: node_payload(store, manager))
     description = replace(description, job=job)
     return StreamHandles(ray.put(description), ray.put(job), manager, job.location, **options)
 

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,11 +19,14 @@ from ingest.errors import SettingsError
 from ingest.storage.atomic import write_atomic
 from ingest.storage.base import ByteRange, Store
 from ingest.storage.reader import open_ranges
+from ingest.storage.turns import FetchTurns, Turn, Turns, without
 from ingest.storage.wrapped import WrappedStore
 
 _MAGIC = b"RRPC0001"
 _HEADER = len(_MAGIC) + 16
 _LOCK_WAIT_S = 10.0
+_WAIT_S = 120.0
+"""Longest wait for what another process fetches; then it is fetched here as well."""
 _KEEP = 0.9
 
 
@@ -169,48 +173,91 @@ class PayloadCache:
 class CachedStore(WrappedStore):
     """A store whose ranges are kept on disk; a second epoch that fits needs no network. Unstable objects are never kept."""
 
-    def __init__(self, store: Store, cache: PayloadCache) -> None:
+    def __init__(self, store: Store, cache: PayloadCache, turns: Turns | None = None) -> None:
         """
         Args:
             store: remote store.
             cache: where ranges are kept; may be shared by stores.
+            turns: keeps those that share it from fetching the same bytes at the same time; by default the threads that share this store.
         """
         super().__init__(store)
         self.cache = cache
+        self._given = turns
+        self._turns: Turns = FetchTurns() if turns is None else turns
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (CachedStore, (self.store, self.cache))
+        return (CachedStore, (self.store, self.cache, self._given))
 
     def __repr__(self) -> str:
         return f"CachedStore({self.store!r}, {str(self.cache.directory)!r})"
+
+    def taking(self, turns: Turns) -> CachedStore:
+        """The same store with other turns."""
+        return CachedStore(self.store, self.cache, turns)
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> builtins.list[bytes]:
         identity = self.store.identity(path)
         if not identity.stable:
             return self.store.read_ranges(path, ranges)
         version = f"{self.store.url}\0{path}\0{identity.size}\0{identity.fingerprint}"
-        kept = [self.cache.get_range(version, start, stop) for start, stop in ranges]
-        gaps = [_gaps(start, stop, pieces) for (start, stop), pieces in zip(ranges, kept, strict=True)]
-        wanted = list(dict.fromkeys(gap for some in gaps for gap in some))
-        fetched = dict(zip(wanted, self.store.read_ranges(path, wanted), strict=True)) if wanted else {}
-        for (start, _), data in fetched.items():
+        found = [piece for start, stop in ranges for piece in self.cache.get_range(version, start, stop)]
+        patience = _Patience(_WAIT_S)
+        while missing := _missing(ranges, found):
+            turn = self._turns.take(version, missing) if not patience.over else Turn(-1, tuple(missing), ())
+            try:
+                found += self._fetch(path, version, turn.mine)
+            finally:
+                self._turns.done(version, turn)
+            while turn.theirs and self._turns.busy(version, turn.theirs) and not patience.over:
+                patience.wait()
+            found += [piece for start, stop in turn.theirs for piece in self.cache.get_range(version, start, stop)]
+        return [_joined(start, stop, found) for start, stop in ranges]
+
+    def _fetch(self, path: str, version: str, mine: Sequence[ByteRange]) -> builtins.list[tuple[int, bytes]]:
+        # Between the first look and the turn somebody else may have kept it.
+        found = [piece for start, stop in mine for piece in self.cache.get_range(version, start, stop)]
+        wanted = _missing(mine, found)
+        fetched = self.store.read_ranges(path, wanted) if wanted else []
+        for (start, _), data in zip(wanted, fetched, strict=True):
             self.cache.put_range(version, start, data)
-        return [
-            b"".join(data for _, data in sorted([*pieces, *((gap[0], fetched[gap]) for gap in some)]))
-            for pieces, some in zip(kept, gaps, strict=True)
-        ]
+            found.append((start, data))
+        return found
 
     def open(self, path: str) -> BinaryIO:
         return self.store.open(path) if path.startswith("meta/") else open_ranges(self, path)
 
 
-def _gaps(start: int, stop: int, pieces: Sequence[tuple[int, bytes]]) -> builtins.list[ByteRange]:
-    """What pieces leave out of a range."""
-    found: builtins.list[ByteRange] = []
-    for first, data in pieces:
-        if first > start:
-            found.append((start, first))
-        start = first + len(data)
-    if start < stop:
-        found.append((start, stop))
-    return found
+class _Patience:
+    """Waits in growing steps, up to a total."""
+
+    def __init__(self, total_s: float) -> None:
+        self._step_s, self._end = 0.005, time.monotonic() + total_s
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def wait(self) -> None:
+        time.sleep(self._step_s)
+        self._step_s = min(1.5 * self._step_s, 0.2)
+
+
+def _missing(ranges: Sequence[ByteRange], found: Sequence[tuple[int, bytes]]) -> builtins.list[ByteRange]:
+    """What pieces leave out of ranges; without overlap, in the order of the ranges."""
+    have = [(start, start + len(data)) for start, data in found]
+    left: builtins.list[ByteRange] = []
+    for wish in ranges:
+        left.extend(without(wish, have + left))
+    return left
+
+
+def _joined(start: int, stop: int, found: Sequence[tuple[int, bytes]]) -> bytes:
+    """The bytes of a range out of pieces that cover it."""
+    parts: builtins.list[bytes] = []
+    at = start
+    for first, data in sorted(found, key=lambda piece: piece[0]):
+        last = min(stop, first + len(data))
+        if first <= at < last:
+            parts.append(data if (first, last - first) == (at, len(data)) else data[at - first : last - first])
+            at = last
+    return b"".join(parts)

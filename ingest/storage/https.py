@@ -5,18 +5,20 @@ from __future__ import annotations
 import builtins
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from ingest.errors import ObjectNotFoundError, StorageError
+from ingest.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from ingest.storage.base import ByteRange, ObjectIdentity
 from ingest.storage.bodies import check_whole
 from ingest.storage.executor import fetch_ranges
+from ingest.storage.host_heads import forget, learn
 from ingest.storage.http import Reply, ask
 from ingest.storage.http_objects import HttpObjects
-from ingest.storage.known import KnownObjects, clean_tag
+from ingest.storage.known import Known, KnownObjects, clean_tag
 from ingest.storage.locations import Location
 from ingest.storage.paths import check_relative
 from ingest.storage.reader import open_ranges
@@ -71,41 +73,56 @@ class HttpStore:
         return f"{self._location.url}/{quote(check_relative(path))}"
 
     def identity(self, path: str) -> ObjectIdentity:
-        check_relative(path)
+        return self.identities([path])[0]
+
+    def identities(self, paths: Sequence[str]) -> builtins.list[ObjectIdentity]:
+        """One identity per path, in the order asked; asked for once on a host, over several connections.
+
+        Raises:
+            ObjectNotFoundError: there is no such object.
+        """
+        with self._noticing():
+            learn(self._known, self.url, [check_relative(path) for path in paths], self._heads)
+        return [self._described(path) for path in paths]
+
+    def _described(self, path: str) -> ObjectIdentity:
         known = self._known.get(path)
-        if known.size is None or known.tag is None:
-            known = self._objects.head(path)
         if known.tag is None:
             # Nothing tells two versions apart, so nothing derived from this one may be trusted at the next opening.
             return ObjectIdentity(path, known.size, uuid.uuid4().hex, stable=False)
         return ObjectIdentity(path, known.size, known.tag)
 
-    def identities(self, paths: Sequence[str]) -> builtins.list[ObjectIdentity]:
-        """One identity per path, in the order asked; asked for over several connections.
-
-        Raises:
-            ObjectNotFoundError: there is no such object.
-        """
+    def _heads(self, paths: Sequence[str]) -> builtins.list[Known]:
         with ThreadPoolExecutor(_HEADS_AT_ONCE, thread_name_prefix="reelray-head") as threads:
-            return builtins.list(threads.map(self.identity, paths))
+            return builtins.list(threads.map(self._objects.head, paths))
+
+    @contextmanager
+    def _noticing(self) -> Generator[None]:
+        try:
+            yield
+        except ObjectChangedError:
+            forget(self._known, self.url)
+            raise
 
     def size(self, path: str) -> int:
         check_relative(path)
         size = self._known.get(path).size
         if size is None:
-            size = self._objects.head(path).size
+            size = self.identities([path])[0].size
         if size is None:
             raise StorageError(f"{self.url}/{path}: the server states no size, so its end cannot be found")
         return size
 
     def read_ranges(self, path: str, ranges: Sequence[ByteRange]) -> builtins.list[bytes]:
         check_relative(path)
-        return fetch_ranges(ranges, lambda start, stop: self._objects.read(path, start, stop))
+        with self._noticing():
+            return fetch_ranges(ranges, lambda start, stop: self._objects.read(path, start, stop))
 
     def read_all(self, path: str) -> bytes:
         size = self._known.get(check_relative(path)).size
         if size is None:
-            return self._objects.read(path)
+            with self._noticing():
+                return self._objects.read(path)
         check_whole(size, f"{self.url}/{path}")
         return self.read_ranges(path, [(0, size)])[0]
 

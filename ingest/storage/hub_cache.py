@@ -79,14 +79,15 @@ def cached_reference(repo_id: str, revision: str) -> str | None:
     return None
 
 
-def _key_file(folder: str, key: str) -> Path:
+def key_file(folder: str, key: str) -> Path:
+    """Where what belongs to a key of any length is kept on this host."""
     return settings.lerobot_home() / "streaming-metadata" / folder / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def cached_content(key: str) -> bytes | None:
     """Content stored under a key that names it, such as a bucket object's Xet hash; None when absent or damaged."""
     try:
-        stored = _key_file("content", key).read_bytes()
+        stored = key_file("content", key).read_bytes()
     except OSError:
         return None
     digest, data = stored[:32], stored[32:]
@@ -96,13 +97,13 @@ def cached_content(key: str) -> bytes | None:
 def store_content(key: str, data: bytes) -> None:
     """Stores content under a key that names it."""
     with contextlib.suppress(OSError):
-        write_atomic(_key_file("content", key), hashlib.sha256(data).digest() + data)
+        write_atomic(key_file("content", key), hashlib.sha256(data).digest() + data)
 
 
 def load_listing(key: str) -> list[TreeEntry] | None:
     """A stored listing, or None when absent or unreadable."""
     try:
-        record = json.loads(_key_file("listings", key).read_bytes())
+        record = json.loads(key_file("listings", key).read_bytes())
         if not isinstance(record, dict):
             return None
         fields = cast("dict[str, object]", record)
@@ -119,7 +120,7 @@ def store_listing(key: str, entries: list[TreeEntry]) -> None:
     rows = [(entry.path, entry.size, entry.content) for entry in entries]
     record = {"format": _LISTING_FORMAT, "key": key, "files": rows}
     with contextlib.suppress(OSError):
-        write_atomic(_key_file("listings", key), json.dumps(record, separators=(",", ":")).encode())
+        write_atomic(key_file("listings", key), json.dumps(record, separators=(",", ":")).encode())
 
 
 def shared_listing(key: str, fetch: Callable[[], list[TreeEntry]]) -> list[TreeEntry]:
@@ -127,7 +128,7 @@ def shared_listing(key: str, fetch: Callable[[], list[TreeEntry]]) -> list[TreeE
     found = load_listing(key)
     if found is not None:
         return found
-    with _once_per_host(_key_file("listings", key)):
+    with once_per_host(key_file("listings", key)):
         found = load_listing(key)
         if found is None:
             found = fetch()
@@ -139,7 +140,7 @@ _in_process = threading.Lock()
 
 
 @contextmanager
-def _once_per_host(target: Path) -> Generator[None]:
+def once_per_host(target: Path) -> Generator[None]:
     """Lets one process at a time make ``target``; a lock that cannot be had in time is only a lost saving."""
     lock: filelock.BaseFileLock | None = None
     with contextlib.suppress(OSError, filelock.Timeout):

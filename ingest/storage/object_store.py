@@ -22,6 +22,7 @@ from ingest.storage.base import ByteRange, ObjectIdentity
 from ingest.storage.bodies import check_whole, refuse_placeholder
 from ingest.storage.executor import fetch_ranges
 from ingest.storage.failures import log_failure
+from ingest.storage.host_heads import forget, learn
 from ingest.storage.known import Known, KnownObjects, clean_tag
 from ingest.storage.locations import Location
 from ingest.storage.paths import check_relative, common_folder
@@ -117,14 +118,13 @@ class ObjectStore:
 
     def _entry(self, path: str) -> Known:
         known = self._known.get(check_relative(path))
-        if known.size is not None:
-            return known
+        if known.size is None:
+            learn(self._known, self.url, [path], lambda paths: [self._head(one) for one in paths])
+        return self._known.get(path)
 
-        def head(store: Any) -> Known:
-            meta = _api.head(store, path)
-            return Known(int(meta["size"]), clean_tag(meta["e_tag"]))
-
-        return self._known.see(path, self._call(path, "head", head), f"{self.url}/{path}")
+    def _head(self, path: str) -> Known:
+        meta = self._call(path, "head", lambda store: _api.head(store, path))
+        return self._known.see(path, Known(int(meta["size"]), clean_tag(meta["e_tag"])), f"{self.url}/{path}")
 
     def _read(self, path: str, known: Known, start: int, stop: int) -> bytes:
         where = f"{self.url}/{path}"
@@ -140,6 +140,7 @@ class ObjectStore:
         try:
             data = self._call(path, "get", get)
         except exceptions.PreconditionError:
+            forget(self._known, self.url)
             found = self._call(path, "head", lambda store: _api.head(store, path))
             now = Known(int(found["size"]), clean_tag(found["e_tag"]))
             raise ObjectChangedError(f"{where}: changed while it was in use: it was {known}, now it is {now}; start again") from None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ import fsspec
 import pyarrow.parquet as pq
 import pytest
 from servers.hub import HubEmulator
-from servers.ranges import RangeServer
+from servers.ranges import Fault, RangeServer
 from servers.s3 import S3Server, find_moto
 
 from actors.manager import PoolSettings
 from ingest.lerobot.make import MakeOptions, make_dataset
-from ingest.plan import PlanSettings
-from train_integration.delivery import deliver_through_ray
+from ingest.plan import PlanSettings, plan_epoch
+from ingest.storage.transfer import TransferOptions
+from train_integration.delivery import deliver_locally, deliver_through_ray
 from train_integration.ledger import order_table
 from train_integration.options import StreamConfig, open_stream
 
@@ -28,6 +31,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "hf_PLANTEDWRITE"
+
+PLAN = PlanSettings(strategy="lanes", batch_size=4, clamp_workers=True)
 
 Place = tuple[list[str], dict[str, str]]
 """Arguments that name the dataset, and environment that it needs."""
@@ -119,3 +124,66 @@ def test_a_dataset_in_memory_travels_with_its_description(made: Path, tmp_path: 
     assert order_table(found.rows).drop_columns(["t_ns"]).equals(local_order(made, tmp_path))
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
+
+
+Delivered = Callable[[int], Any]
+"""Delivers an epoch through Ray: its order with digests of pictures, without times."""
+
+
+@pytest.fixture
+def kept(made: Path, tmp_path: Path) -> Iterator[tuple[RangeServer, Path, Delivered]]:
+    """A web server, the folder where a node keeps what it fetched from there, and epochs through Ray by two ranks."""
+    placed = {f"a/set/{path.relative_to(made).as_posix()}": path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    folder = tmp_path / "kept"
+    with RangeServer(placed) as server:
+        transfer = TransferOptions(cache_gb=0.1, cache_dir=folder)
+        description, _ = open_stream(f"{server.url}/a/set", StreamConfig(plan=PLAN), transfer=transfer)
+
+        def deliver(epoch: int) -> Any:
+            how = {"world_size": 2, "cursor": None, "max_steps": None, "digests": True, "pool": PoolSettings(actors=2)}
+            return order_table(deliver_through_ray(description, epoch=epoch, **how).rows).drop_columns(["t_ns"])
+
+        yield server, folder, deliver
+
+
+def local_epoch(made: Path, epoch: int) -> Any:
+    description, dataset = open_stream(made, StreamConfig(plan=PLAN))
+    plan = plan_epoch(description.units, description.with_topology(world_size=2), epoch=epoch)
+    found = deliver_locally(dataset, description, plan, ranks=[0, 1], max_steps=None, digests=True)
+    return order_table(found.rows).drop_columns(["t_ns"])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_second_epoch_needs_no_server(kept: tuple[RangeServer, Path, Delivered], made: Path) -> None:
+    server, folder, deliver = kept
+    assert deliver(0).equals(local_epoch(made, 0))
+    payload = [span for request in server.requests if request.path.endswith(".mp4") and (span := request.range)]
+    assert payload
+    assert list(folder.glob("??/*"))
+    server.forget()
+    server.fault = lambda _: Fault("status", 403)
+    second = deliver(1)
+    assert second.equals(local_epoch(made, 1))
+    assert second.column("index").to_pylist() != deliver(0).column("index").to_pylist()
+    assert server.requests == []
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_is_kept_may_be_deleted_while_it_is_used(kept: tuple[RangeServer, Path, Delivered], made: Path) -> None:
+    server, folder, deliver = kept
+    expected, ended = local_epoch(made, 0), threading.Event()
+
+    def delete() -> None:
+        while not ended.wait(0.002):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    assert deliver(0).equals(expected)
+    server.forget()
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    try:
+        assert deliver(0).equals(expected)
+    finally:
+        ended.set()
+        deleting.join()
+    assert any(request.path.endswith(".mp4") for request in server.requests), "what was deleted is fetched again"
