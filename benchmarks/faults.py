@@ -214,7 +214,7 @@ class Work:
     def config(self, seed: int) -> StreamConfig:
         """Streams of a few compressed bytes at a time, so that reading goes on through the whole epoch."""
         plan = PlanSettings(strategy="lanes", seed=seed, batch_size=4, lanes=4, clamp_workers=True)
-        return StreamConfig(plan=plan, decoded_budget_gb=0.05, byte_budget_gb=2e-4, lane_frames=12, prefetch_batches=2, stall_s=120)
+        return StreamConfig(plan=plan, decoded_budget_gb=0.05, byte_budget_gb=2.5e-5, lane_frames=12, prefetch_batches=2, stall_s=120)
 
     def wrong(self, rows: Rows) -> int:
         """Pictures that differ from those of one process."""

@@ -13,7 +13,7 @@ from benchmarks.faults import Work, nodes
 
 from .test_network import check, cut_run, elsewhere, served
 
-pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -38,9 +38,8 @@ def bucket(work: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[CutProxy]:
     moto.close()
 
 
-@pytest.mark.parametrize("seconds", [5.0, 60.0])
-def test_a_bucket_is_cut_off(bucket: CutProxy, work: Work, seconds: float) -> None:
+def test_a_bucket_is_cut_off(bucket: CutProxy, work: Work) -> None:
     # Nodes take their environment from the process that starts them.
     with nodes() as _:
-        verdict = cut_run(elsewhere(work, "s3://robots/a/set"), bucket, seconds, "refuse")
-    check(verdict, seconds)
+        verdict = cut_run(elsewhere(work, "s3://robots/a/set"), bucket, "refuse")
+    check(verdict)

@@ -18,6 +18,10 @@ class CutProxy:
 
     ``refuse`` resets what is open and every new connection at once, as a host does whose service is down; ``swallow``
     keeps connections open and passes nothing on, as a network does that drops packets.
+
+    Attributes:
+        passed_bytes: bytes passed on so far, both ways.
+        refused: connections refused so far.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -28,7 +32,7 @@ class CutProxy:
         self._closed = threading.Event()
         self._cut_until = 0.0
         self._how: Cut = "refuse"
-        self.accepted = 0
+        self.passed_bytes = 0
         self.refused = 0
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
@@ -76,7 +80,6 @@ class CutProxy:
                 self.refused += 1
                 _reset(near)
                 continue
-            self.accepted += 1
             threading.Thread(target=self._forward, args=(near,), name="proxy-pair", daemon=True).start()
 
     def _forward(self, near: socket.socket) -> None:
@@ -115,6 +118,8 @@ class CutProxy:
                         other[end].sendall(data)
                     except OSError:
                         return
+                    with self._lock:
+                        self.passed_bytes += len(data)
 
 
 def _reset(end: socket.socket) -> None:
