@@ -45,8 +45,8 @@ _OF = "memory of "
 """Begins the names of the series of single kinds of processes."""
 
 
-def loop(config: dict[str, Any]) -> None:
-    """Takes batches until the time is over."""
+def loop(config: dict[str, Any]) -> dict[str, int]:
+    """Takes batches until the time is over; how many samples, and how many epochs."""
     until = time.time() + config["seconds"]
     samples = 0
     with get_sample_stream("train", output="numpy") as stream:
@@ -56,7 +56,7 @@ def loop(config: dict[str, Any]) -> None:
                 time.sleep(config["step_s"])
                 if time.time() >= until:
                     break
-        ray.train.report({"samples": samples, "epoch": stream.epoch})
+        return {"samples_of_rank_0": samples, "epochs": stream.epoch}
 
 
 class Watcher(threading.Thread):
@@ -130,16 +130,15 @@ def soak(minutes: float, step_s: float) -> tuple[dict[str, Any], list[dict[str, 
             run_config=RunConfig(name="soak", storage_path=folder),
         )
         try:
-            result = trainer.fit()
+            delivered: dict[str, int] = trainer.fit().return_value
         finally:
             watcher.stop.set()
             watcher.join()
             stop_services(manager)
             ray.shutdown()
-    metrics: dict[str, Any] = result.metrics or {}
     # The first and the last seconds, in which processes start and end, say nothing about the time between.
     seen = [look for look in watcher.looks if look["processes"] == _usual(watcher.looks)]
-    return {"minutes": minutes, "samples_of_rank_0": metrics["samples"], "epochs": metrics["epoch"], "series": slopes(seen)}, seen
+    return {"minutes": minutes} | delivered | {"series": slopes(seen)}, seen
 
 
 def _usual(looks: list[dict[str, float]]) -> float:
