@@ -74,7 +74,7 @@ def common_spec(members: Sequence[Member], datasets: Sequence[Dataset], read: Re
             )
         for key in names:
             merged.setdefault(key, features[key])
-            _refuse_difference(where, key, features[key], merged[key], resized=read.image_size is not None)
+            _refuse_difference(where, key, features[key], merged[key], resized=(read.image_size or read.image_crop) is not None)
         windows |= {member.name(key): deltas for key, deltas in dataset.spec.windows.deltas.items()}
     cameras = tuple(key for key in names if merged[key].is_video)
     images = tuple(key for key in names if merged[key].is_image)

@@ -16,7 +16,7 @@ from ingest.errors import DamagedDataError, DecodeError
 from ingest.lerobot.info import Feature
 from ingest.video.backends import PYAV, PictureDecoder
 from ingest.video.entries import parse_sample_entries
-from ingest.video.pixels import PictureWriter
+from ingest.video.pixels import Crop, PictureWriter
 from ingest.video.spans import gop_starts, picture_span
 from ingest.video.tables import SampleTable
 
@@ -33,12 +33,14 @@ class PictureForm:
         size: (height, width) after resizing, or None for the source's own.
         resize_filter: named filter.
         decoder: what decodes.
+        crop: part that is delivered, cut out before resizing, or None for all of it.
     """
 
     pixel_format: str
     size: tuple[int, int] | None
     resize_filter: str
     decoder: PictureDecoder = PYAV
+    crop: Crop | None = None
 
     @classmethod
     def of(cls, spec: SampleSpec, camera: str) -> PictureForm:
@@ -46,10 +48,10 @@ class PictureForm:
         options = spec.options
         feature = spec.features[camera]
         if not feature.is_depth:
-            return cls(options.pixel_format, options.image_size, options.resize_filter, options.decoder)
+            return cls(options.pixel_format, options.image_size, options.resize_filter, options.decoder, options.image_crop)
         # Depth keeps the bits it was written with: a conversion between grey formats would scale the values.
         stored = str(feature.details.get("video.pix_fmt", "gray16le"))
-        return cls(_DEPTH_FORMATS.get(stored, "gray16le"), options.image_size, "point")
+        return cls(_DEPTH_FORMATS.get(stored, "gray16le"), options.image_size, "point", crop=options.image_crop)
 
     def writer(self) -> PictureWriter:
         """A converter of this form; one per thread."""
@@ -58,6 +60,8 @@ class PictureForm:
     def shape(self, feature: Feature) -> tuple[int, int, int]:
         """(height, width, channels) that the metadata promise, used to size frame slots."""
         height, width, _ = feature.picture_shape
+        if self.crop is not None:
+            height, width = self.crop[2:]
         height, width = self.size or (height, width)
         if self.pixel_format == "yuv420p":
             return height * 3 // 2, width, 1
@@ -84,7 +88,7 @@ def _writer(form: PictureForm) -> PictureWriter:
     # A converter keeps its scaling context between pictures and is not thread-safe.
     known: dict[PictureForm, PictureWriter] = _writers.__dict__.setdefault("known", {})
     if form not in known:
-        known[form] = PictureWriter(form.pixel_format, form.size, form.resize_filter)
+        known[form] = PictureWriter(form.pixel_format, form.size, form.resize_filter, form.crop)
     return known[form]
 
 
@@ -145,13 +149,15 @@ def check_shape(table: SampleTable, form: PictureForm, feature: Feature) -> None
     """Compares a file's picture size with the declared one before memory is laid out for it.
 
     Raises:
-        DecodeError: they differ and pictures are not resized.
+        DecodeError: they differ and pictures are neither cut nor resized.
         VideoFormatError: pictures of that size cannot have the form.
     """
-    height, width, _ = feature.picture_shape
-    if form.size is not None:
+    if form.size is not None and form.crop is None:
         return
     form.writer().shape(table)
+    if form.crop is not None:
+        return
+    height, width, _ = feature.picture_shape
     # The track header may declare another size to show the pictures at; the coded size is what a decoder returns.
     coded = parse_sample_entries(table.stsd, table.path)[0]
     if (coded.height, coded.width) != (height, width):

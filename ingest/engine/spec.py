@@ -13,7 +13,7 @@ from ingest.errors import SelectionError, SettingsError
 from ingest.lerobot.info import Feature, Info
 from ingest.lerobot.windows import DEFAULT_TOLERANCE_S, Windows
 from ingest.video.backends import PYAV, PictureDecoder
-from ingest.video.pixels import check_pixel_format
+from ingest.video.pixels import Crop, check_pixel_format
 
 _COLOUR_FORMATS = ("rgb24", "yuv420p", "gray")
 
@@ -29,6 +29,8 @@ class ReadOptions:
         tolerance_s: most that an offset may lie beside the frame grid, and that a picture's time may deviate.
         strict_time: a picture time off by more than ``tolerance_s`` is an error instead of a warning.
         action_chunk: window of that many frames for ``action`` where ``delta_timestamps`` names none; None adds none.
+        image_crop: ``(top, left, height, width)``, the part of every video picture that is delivered, cut out before it is
+            resized; None takes all of it.
         image_size: ``(height, width)`` to which pictures are resized while they are decoded; None keeps them.
         resize_filter: a filter of `ingest.video.pixels.PictureWriter`; depth pictures take the nearest pixel.
         pixel_format: of colour cameras: ``rgb24``, or ``yuv420p`` for planes that the device converts
@@ -43,6 +45,7 @@ class ReadOptions:
     tolerance_s: float = DEFAULT_TOLERANCE_S
     strict_time: bool = False
     action_chunk: int | None = None
+    image_crop: Crop | None = None
     image_size: tuple[int, int] | None = None
     resize_filter: str = "bilinear"
     pixel_format: str = "rgb24"
@@ -54,7 +57,7 @@ class ReadOptions:
             raise SettingsError(f"image_size is {self.image_size}, expected (height, width) with both at least 1")
         if self.pixel_format not in _COLOUR_FORMATS:
             raise SettingsError(f"pixel_format is {self.pixel_format!r}, expected one of {', '.join(_COLOUR_FORMATS)}")
-        check_pixel_format(self.pixel_format, self.image_size, self.resize_filter)
+        check_pixel_format(self.pixel_format, self.image_size, self.resize_filter, self.image_crop)
         if self.depth_output_unit not in ("mm", "m"):
             raise SettingsError(f"depth_output_unit is {self.depth_output_unit!r}, expected mm or m")
 

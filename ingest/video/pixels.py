@@ -24,13 +24,18 @@ _FORMATS: dict[str, tuple[type[np.generic], int]] = {
 }
 _FILTERS = ("fast_bilinear", "bilinear", "bicubic", "area", "lanczos", "point")
 _FULL_RANGE = 2  # AVCOL_RANGE_JPEG
+_PLANAR = ("yuv420p", "yuvj420p")
 
 
-def check_pixel_format(pixel_format: str, size: tuple[int, int] | None, filter: str) -> None:
+Crop = tuple[int, int, int, int]
+"""Part of a picture: top row, left column, height, width."""
+
+
+def check_pixel_format(pixel_format: str, size: tuple[int, int] | None, filter: str, crop: Crop | None = None) -> None:
     """Checks the settings of a `PictureWriter`.
 
     Raises:
-        SettingsError: unknown pixel format or filter, or a size that is not positive, or odd where chroma is halved.
+        SettingsError: unknown pixel format or filter, or a size or part that is not positive, or odd where chroma is halved.
     """
     if pixel_format not in _FORMATS:
         raise SettingsError(f"pixel format {pixel_format!r} is not one of {sorted(_FORMATS)}")
@@ -40,6 +45,10 @@ def check_pixel_format(pixel_format: str, size: tuple[int, int] | None, filter: 
         raise SettingsError(f"size {size} must be (height, width), both positive")
     if size is not None and pixel_format == "yuv420p" and (size[0] % 2 or size[1] % 2):
         raise SettingsError(f"size {size} must be even in both directions for yuv420p, whose chroma planes are half as large")
+    if crop is not None and (len(crop) != 4 or min(crop) < 0 or min(crop[2:]) == 0):
+        raise SettingsError(f"crop {crop} must be (top, left, height, width), the first two at least 0, the others at least 1")
+    if crop is not None and pixel_format == "yuv420p" and any(number % 2 for number in crop):
+        raise SettingsError(f"crop {crop} must be even in all numbers for yuv420p, whose chroma planes are half as large")
 
 
 class PictureWriter:
@@ -57,15 +66,19 @@ class PictureWriter:
             the range and matrix of the stream), ``gray12le`` and its like (uint16, for depth), and a few more.
         size: (height, width) to scale to, or None for the picture's own size.
         filter: scaling filter.
+        crop: part of the picture to take, before it is scaled; None takes all of it.
 
     Raises:
-        SettingsError: unknown pixel format or filter, or a size that is not positive.
+        SettingsError: unknown pixel format or filter, or a size or part that is not positive.
     """
 
-    def __init__(self, pixel_format: str = "rgb24", size: tuple[int, int] | None = None, filter: str = "bilinear") -> None:
-        check_pixel_format(pixel_format, size, filter)
+    def __init__(
+        self, pixel_format: str = "rgb24", size: tuple[int, int] | None = None, filter: str = "bilinear", crop: Crop | None = None
+    ) -> None:
+        check_pixel_format(pixel_format, size, filter, crop)
         self.pixel_format = pixel_format
         self.size = size
+        self.crop = crop
         self._interpolation = Interpolation[filter.upper()]
         self._type, self._channels = _FORMATS[pixel_format]
         self._reformatter = VideoReformatter()
@@ -84,7 +97,13 @@ class PictureWriter:
         """
         # The track header may declare a display size; the sample entry has the size of the coded picture.
         entry = parse_sample_entries(table.stsd, table.path)[0]
-        height, width = self.size or (entry.height, entry.width)
+        top, left, height, width = self._part(entry.height, entry.width)
+        if top + height > entry.height or left + width > entry.width:
+            raise VideoFormatError(
+                f"{table.path}: pictures of {entry.width}x{entry.height} do not contain the part {self.crop} (top, left, height, width)",
+                file=table.path,
+            )
+        height, width = self.size or (height, width)
         if self.pixel_format == "yuv420p" and (height % 2 or width % 2):
             raise VideoFormatError(
                 f"{table.path}: pictures of {width}x{height} have no whole yuv420p planes; set image_size, or use rgb24", file=table.path
@@ -93,7 +112,10 @@ class PictureWriter:
 
     def frame_shape(self, frame: av.VideoFrame) -> tuple[int, int, int]:
         """(height, width, channels) that ``write`` produces for one frame."""
-        return self._laid_out(*(self.size or (frame.height, frame.width)))
+        return self._laid_out(*(self.size or self._part(frame.height, frame.width)[2:]))
+
+    def _part(self, height: int, width: int) -> Crop:
+        return self.crop or (0, 0, height, width)
 
     def _laid_out(self, height: int, width: int) -> tuple[int, int, int]:
         return (height * 3 // 2 if self.pixel_format == "yuv420p" else height), width, self._channels
@@ -117,9 +139,36 @@ class PictureWriter:
             self._write_nearest(frame, out)
         else:
             converted = self._convert(frame, self.pixel_format)
-            if self.size is not None and (converted.height, converted.width) != self.size:
-                converted = self._scale(converted, self.pixel_format)
-            np.copyto(out.reshape(height, width * channels), self._rows(converted.planes[0], height)[:, : width * channels])
+            rows = self._cut(converted.planes[0], converted.height, converted.width, channels)
+            if self.size is not None and rows.shape != (height, width * channels):
+                part = converted if self.crop is None else self._framed(rows.reshape(len(rows), -1, channels), converted)
+                rows = self._rows(self._scale(part, self.pixel_format).planes[0], height)[:, : width * channels]
+            np.copyto(out.reshape(height, width * channels), rows)
+
+    def _cut(self, plane: Any, height: int, width: int, channels: int = 1, halved: int = 1) -> NDArray[Any]:
+        """The wanted part of a plane of a picture: [height / halved, width / halved * channels].
+
+        Args:
+            plane: the plane.
+            height: rows of the picture.
+            width: columns of the picture.
+            channels: values for each pixel of the plane.
+            halved: pixels of the picture for each of the plane, in both directions.
+
+        Raises:
+            DecodeError: the picture does not contain the part.
+        """
+        top, left, high, wide = self._part(height, width)
+        if top + high > height or left + wide > width:
+            raise DecodeError(f"a decoded picture is {height}x{width} and does not contain the part {self.crop} (top, left, height, width)")
+        top, left, high, wide = (number // halved for number in (top, left, high, wide))
+        return self._rows(plane, -(-height // halved))[top : top + high, left * channels : (left + wide) * channels]
+
+    def _framed(self, pixels: NDArray[Any], like: av.VideoFrame) -> av.VideoFrame:
+        """Pixels as a frame that is converted by the same rules as another one."""
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format=like.format.name)
+        frame.colorspace, frame.color_range = like.colorspace, like.color_range
+        return frame
 
     def _convert(self, frame: av.VideoFrame, pixel_format: str) -> av.VideoFrame:
         return self._reformatter.reformat(frame, format=pixel_format, threads=1)
@@ -137,9 +186,11 @@ class PictureWriter:
         # Another range would be converted on the way: full-range pictures keep the format that says so.
         full = frame.format.name.startswith("yuvj") or int(frame.color_range) == _FULL_RANGE
         target = "yuvj420p" if full else "yuv420p"
+        if self.crop is not None:
+            frame = self._cropped_planes(frame if frame.format.name in _PLANAR else self._convert(frame, target))
         if self.size is not None and (frame.height, frame.width) != self.size:
             frame = self._scale(frame, target)
-        elif frame.format.name not in ("yuv420p", "yuvj420p"):
+        elif frame.format.name not in _PLANAR:
             frame = self._convert(frame, target)
         at = 0
         for plane, half in zip(frame.planes, (1, 2, 2), strict=True):
@@ -147,11 +198,17 @@ class PictureWriter:
             np.copyto(out[at : at + height * width].reshape(height, width), self._rows(plane, height)[:, :width])
             at += height * width
 
+    def _cropped_planes(self, frame: av.VideoFrame) -> av.VideoFrame:
+        planes = [self._cut(plane, frame.height, frame.width, halved=half) for plane, half in zip(frame.planes, (1, 2, 2), strict=True)]
+        width = planes[0].shape[1]
+        return self._framed(np.concatenate([plane.reshape(-1) for plane in planes]).reshape(-1, width), frame)
+
     def _write_nearest(self, frame: av.VideoFrame, out: NDArray[Any]) -> None:
         converted = self._convert(frame, self.pixel_format)
         height, width, _ = self.frame_shape(frame)
-        rows, columns = _nearest(height, converted.height), _nearest(width, converted.width)
-        np.copyto(out[..., 0], self._rows(converted.planes[0], converted.height)[rows[:, None], columns])
+        part = self._cut(converted.planes[0], converted.height, converted.width)
+        rows, columns = _nearest(height, part.shape[0]), _nearest(width, part.shape[1])
+        np.copyto(out[..., 0], part[rows[:, None], columns])
 
     def picture(self, frame: av.VideoFrame) -> NDArray[Any]:
         """One frame as a new array [height, width, channels]."""

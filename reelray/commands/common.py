@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,8 @@ class ReadArguments(PlaceArguments):
     """Most that a window offset or a picture time may deviate, in seconds."""
     strict_time: bool = False
     """Picture times off by more than tolerance_s are errors instead of warnings."""
+    image_crop: tuple[int, int, int, int] | None = None
+    """Top row, left column, height and width of the part of every video picture to deliver; cut out before resizing."""
     image_size: tuple[int, int] | None = None
     """Height and width to which pictures are resized while they are decoded."""
     resize_filter: Literal["fast_bilinear", "bilinear", "bicubic", "area", "lanczos", "point"] = "bilinear"
@@ -136,6 +139,7 @@ class ReadArguments(PlaceArguments):
             delta_timestamps=parse_windows(self.delta_timestamps),
             tolerance_s=self.tolerance_s,
             strict_time=self.strict_time,
+            image_crop=self.image_crop,
             image_size=self.image_size,
             resize_filter=self.resize_filter,
             pixel_format=self.pixel_format,
@@ -294,6 +298,32 @@ class OrderArguments:
             shuffle=self.shuffle,
             clamp_workers=True,
         )
+
+
+def check_outputs(**paths: Path | None) -> None:
+    """Refuses files that cannot be written, before the work that they would hold is done.
+
+    Args:
+        **paths: files by option; None is not asked for.
+
+    Raises:
+        SettingsError: a path is a folder, lies inside a file, may not be written, or is given twice.
+    """
+    known: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        whole = path.absolute()
+        folder = next(parent for parent in whole.parents if parent.exists())
+        if whole.is_dir():
+            raise SettingsError(f"{name}: {path} is a directory; name a file in it")
+        if not folder.is_dir():
+            raise SettingsError(f"{name}: {path} cannot be written, because {folder} is a file")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise SettingsError(f"{name}: {path} cannot be written, for want of permission in {folder}")
+        if whole in known:
+            raise SettingsError(f"{known[whole]} and {name} are the same file {path}; give each its own")
+        known[whole] = name
 
 
 def decoder_of(backend: Literal["pyav", "torchcodec", "nvdec"]) -> PictureDecoder:

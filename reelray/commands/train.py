@@ -16,6 +16,7 @@ from reelray.commands.common import (
     RecipeArguments,
     Share,
     Strategy,
+    check_outputs,
     decoder_of,
     index_options,
     language_report,
@@ -70,6 +71,8 @@ class Train:
     """Most that a picture time or window offset may deviate."""
     delta_timestamps: str | None = None
     """Windows as JSON, seconds by feature; the action's default is the policy's chunk."""
+    image_crop: tuple[int, int, int, int] | None = None
+    """Top row, left column, height and width of the part of every video picture to deliver; cut out before resizing."""
     image_size: tuple[int, int] | None = None
     """Height and width to which pictures are resized while they are decoded."""
     save_freq: int = 200
@@ -86,8 +89,14 @@ class Train:
     """Lanes of the native order."""
     use_gpu: bool = False
     """One GPU per worker."""
+    node_wait_s: float = 0.0
+    """Seconds to wait for nodes that an autoscaler starts for the Train workers; 0 asks for none."""
     decode_actors: int | None = None
     """Decode actors per node; the node's free CPUs when unset."""
+    decode_cpus: float = 1.0
+    """Logical CPUs that each decode actor reserves; a part of one where decoders share."""
+    decode_on_cpu_nodes: bool = False
+    """Decode on the nodes without GPUs instead of those of the ranks; pictures then cross the network."""
     decoded_budget_gb: float | None = None
     """GiB of decoded pictures per rank."""
     payload_cache_gb: float | None = None
@@ -110,13 +119,14 @@ class Train:
     def run(self) -> int:
         """Trains and reports."""
         from train_integration.cluster import ray_session
-        from train_integration.job import POLICIES, JobSettings, coverage, make_plan, run_training
+        from train_integration.job import POLICIES, JobSettings, check_start, coverage, make_plan, run_training
         from train_integration.mixtures import open_described
         from train_integration.preemption import EXIT_STOPPED
 
         if self.policy.type not in POLICIES:
             raise SettingsError(f"policy.type {self.policy.type!r} is not known; there is {', '.join(POLICIES)}")
         self.check()
+        check_outputs(output_dir=self.output_dir / _CONFIG)
         seed, strategy = self._stored_order() if self.resume else (self.seed, self.dataset.streaming_sampling_strategy)
         stage = self._resumed_recipe() if self.resume else self.language.stage()
         explain(self.dataset, self.loader)
@@ -141,10 +151,12 @@ class Train:
             output_dir=self.output_dir,
             world_size=self.world_size if self.max_world_size is None else (self.world_size, self.max_world_size),
             use_gpu=self.use_gpu,
+            node_wait_s=self.node_wait_s,
             max_failures=self.max_failures,
-            pool=PoolSettings(actors=self.decode_actors),
+            pool=PoolSettings(actors=self.decode_actors, cpus=self.decode_cpus, cpu_nodes=self.decode_on_cpu_nodes),
             resume=self.resume,
         )
+        check_start(description, settings)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         described = None if stage is None else stage.describe()
         if not self.resume:
@@ -258,6 +270,7 @@ class Train:
             read=ReadOptions(
                 delta_timestamps=windows,
                 tolerance_s=self.tolerance_s,
+                image_crop=self.image_crop,
                 image_size=self.image_size,
                 action_chunk=self.policy.chunk,
                 depth_output_unit=data.depth_output_unit,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from rich_dataset import DEPTH, LinearPictures, depth_of
 
 from ingest.engine.dataset import open_dataset
 from ingest.engine.depth import depth_table
-from ingest.errors import MetadataError, SettingsError
+from ingest.errors import DamagedDataError, MetadataError, SettingsError
 from ingest.lerobot.info import Feature
 from train_integration.pixels import Colour, camera_colour, planes_to_rgb
 
@@ -116,3 +118,60 @@ def test_a_range_that_is_none_is_refused(details: dict[str, object]) -> None:
 def test_options_that_mean_nothing_are_refused_when_opening(rich: Path, options: dict[str, object]) -> None:
     with pytest.raises(SettingsError):
         open_dataset(rich, **options)
+
+
+@pytest.mark.parametrize("pixel_format", ["rgb24", "yuv420p"])
+def test_a_part_of_a_picture_is_that_part_of_the_whole(rich: Path, pixel_format: str) -> None:
+    top, left, height, width = 6, 10, 20, 36
+    whole = open_dataset(rich, pixel_format=pixel_format, return_uint8=True).sample(2, 1)
+    part = open_dataset(rich, pixel_format=pixel_format, return_uint8=True, image_crop=(top, left, height, width)).sample(2, 1)
+    rows, columns = slice(top, top + height), slice(left, left + width)
+    np.testing.assert_array_equal(part[DEPTH], whole[DEPTH][:, rows, columns])
+    if pixel_format == "rgb24":
+        np.testing.assert_array_equal(part[CAMERA], whole[CAMERA][:, rows, columns])
+        return
+    assert part[CAMERA].shape == (1, height * 3 // 2, width)
+    planes, found = planes_of(whole[CAMERA][0]), planes_of(part[CAMERA][0])
+    np.testing.assert_array_equal(found[0], planes[0][rows, columns])
+    for own, other in zip(found[1:], planes[1:], strict=True):
+        np.testing.assert_array_equal(own, other[top // 2 : (top + height) // 2, left // 2 : (left + width) // 2])
+
+
+def planes_of(picture: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    height, width = picture.shape[0] * 2 // 3, picture.shape[1]
+    flat, luma, chroma = picture.reshape(-1), height * width, height * width // 4
+    parts = flat[:luma], flat[luma : luma + chroma], flat[luma + chroma :]
+    return [part.reshape(-1, width if part.size == luma else width // 2) for part in parts]
+
+
+@pytest.mark.parametrize("pixel_format", ["rgb24", "yuv420p"])
+def test_a_part_is_cut_out_before_it_is_resized(rich: Path, pixel_format: str) -> None:
+    given: Any = {"pixel_format": pixel_format, "return_uint8": True, "resize_filter": "area"}
+    part = open_dataset(rich, image_crop=(8, 16, 24, 32), image_size=(12, 16), **given).sample(1, 2)
+    again = open_dataset(rich, image_crop=(8, 16, 24, 32), **given).sample(1, 2)
+    assert part[CAMERA].shape == ((3, 12, 16) if pixel_format == "rgb24" else (1, 18, 16))
+    luma = [
+        np.moveaxis(one[CAMERA], 0, -1) if pixel_format == "rgb24" else planes_of(one[CAMERA][0])[0][..., None] for one in (part, again)
+    ]
+    expected = luma[1].reshape(12, 2, 16, 2, -1).mean(axis=(1, 3))
+    assert np.abs(luma[0].astype(float) - expected).max() <= 4
+    assert part[DEPTH].shape == (1, 12, 16)
+    assert np.isin(part[DEPTH], again[DEPTH]).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"image_crop": (0, 0, 49, 64)}, DamagedDataError, "do not contain the part"),
+        ({"image_crop": (40, 0, 20, 64)}, DamagedDataError, "do not contain the part"),
+        ({"image_crop": (0, 0, 0, 4)}, SettingsError, "top, left, height, width"),
+        ({"image_crop": (-1, 0, 4, 4)}, SettingsError, "top, left, height, width"),
+        ({"image_crop": (0, 0, 4)}, SettingsError, "top, left, height, width"),
+        ({"image_crop": (1, 0, 4, 4), "pixel_format": "yuv420p"}, SettingsError, "even"),
+    ],
+)
+def test_a_part_that_pictures_do_not_have_is_refused_at_open(
+    rich: Path, given: dict[str, object], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        open_dataset(rich, **given)
