@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.decode_pool import DecodeActor
+from actors.decode_pool import DecodeActor, DecodeElsewhereActor
 from actors.node_cache import NodeCacheActor
 from actors.resources import beside_caller, wait_for_resources
 from ingest import __version__
@@ -33,12 +33,14 @@ class PoolSettings:
 
     Attributes:
         actors: decode actors per node; None takes the node's free CPUs, and one where none is free.
+        cpu_nodes: decode on the nodes that have CPUs and no GPU, for the ranks of all others. Pictures then cross the network.
         cpus: logical CPUs that each actor reserves; 0 where none is free and ``actors`` is None.
         start_timeout_s: seconds to wait for actors to start and to answer.
     """
 
     actors: int | None = None
     cpus: float = 1.0
+    cpu_nodes: bool = False
     start_timeout_s: float = 60.0
 
 
@@ -51,6 +53,7 @@ class _Manager:
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self._pools: dict[str, list[ActorHandle]] = {}
+        self._decoders: dict[str, list[ActorHandle]] = {}
         self._caches: dict[str, ActorHandle] = {}
         self._making = threading.Lock()
 
@@ -62,12 +65,12 @@ class _Manager:
         """The decode actors of one node, made at the first request; its ranks ask at the same time."""
         with self._making:
             if node_id not in self._pools:
-                self._pools[node_id] = self._make_pool(node_id)
+                self._pools[node_id] = self._pool_elsewhere(node_id) if self._settings.cpu_nodes else self._decoders_on(node_id)
             return self._pools[node_id]
 
     def pools(self) -> dict[str, int]:
         """How many decode actors each node has."""
-        return {node_id: len(pool) for node_id, pool in self._pools.items()}
+        return {node_id: len(decoders) for node_id, decoders in self._decoders.items()}
 
     def node_cache(self, node_id: str) -> ActorHandle:
         """The cache of one node, made at the first request."""
@@ -87,7 +90,30 @@ class _Manager:
         )
         return cache
 
-    def _make_pool(self, node_id: str) -> list[ActorHandle]:
+    def _pool_elsewhere(self, node_id: str) -> list[ActorHandle]:
+        """One actor on the node of the ranks for each decoder on the CPU nodes; the decoders serve all ranks.
+
+        Raises:
+            ResourceUnavailableError: no node has CPUs and no GPU, or actors do not answer in time.
+        """
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _is_cpu_node(node["Resources"])]
+        if not nodes:
+            raise ResourceUnavailableError("no node of the cluster has CPUs and no GPU: add one, or decode on the nodes of the ranks")
+        decoders = [decoder for node in nodes for decoder in self._decoders_on(node)]
+        actor_class: Any = DecodeElsewhereActor
+        actors: list[ActorHandle] = [
+            actor_class.options(name=f"reelray-landing-{node_label(node_id)}-{number}-{_own_label()}", **_kept_on(node_id)).remote(decoder)
+            for number, decoder in enumerate(decoders)
+        ]
+        self._await_start(actors, f"the landing actors of node {node_label(node_id)}", "look for failing starts in the actors' logs")
+        return actors
+
+    def _decoders_on(self, node_id: str) -> list[ActorHandle]:
+        if node_id not in self._decoders:
+            self._decoders[node_id] = self._make_decoders(node_id)
+        return self._decoders[node_id]
+
+    def _make_decoders(self, node_id: str) -> list[ActorHandle]:
         settings = self._settings
         free = _free_on(node_id).get("CPU", 0.0)
         count, cpus = settings.actors, settings.cpus
@@ -144,6 +170,10 @@ def _kept_on(node_id: str) -> dict[str, Any]:
     """Options of an actor that stays on one node: Ray starts it again, and never a call of it."""
     placed = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return {"scheduling_strategy": placed, "max_restarts": -1, "max_task_retries": 0}
+
+
+def _is_cpu_node(resources: dict[str, float]) -> bool:
+    return resources.get("CPU", 0.0) > 0 and not resources.get("GPU")
 
 
 def _own_label() -> str:

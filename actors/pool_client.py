@@ -191,17 +191,17 @@ class DecodePoolClient:
         member.running.remove(call)
         member.alone = False
         error = answer.exception()
-        if isinstance(error, RayActorError):
+        cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+        if isinstance(cause, RayActorError):  # the actor, or the one on another node that it stands for
             self._lost(member, call)
             return
         member.answered_at = time.monotonic()
-        if error is None:
+        if cause is None:
             member.failures = 0
             done = answer.result()
             self._counters.merge(done.counts)
             call.future.set_result(done)
         else:
-            cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
             call.future.set_exception(cause)
 
     def _lost(self, member: _Member, call: _Call) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ingest.errors import ResourceUnavailableError
@@ -50,6 +51,24 @@ def wait_for_resources(
                 "(--world-size, --decode-actors, CPUs or GPUs of each worker)"
             )
         time.sleep(0.25)
+
+
+def await_nodes(bundles: Sequence[Mapping[str, float]], wait_s: float) -> None:
+    """Lets an autoscaler see what is needed, and waits for its nodes.
+
+    The request is taken back in any case, and ends with the job: what comes, or does not, asks for nothing afterwards. Call
+    `wait_for_resources` next, which says what is short.
+
+    Args:
+        bundles: amounts by resource name, each to be had on one node.
+        wait_s: longest wait, in seconds; 0 asks for nothing.
+    """
+    if wait_s > 0:
+        group = placement_group([dict(bundle) for bundle in bundles], name=f"reelray-nodes-{uuid4().hex[:8]}")
+        try:
+            group.wait(wait_s)
+        finally:
+            remove_placement_group(group)
 
 
 def beside_caller(role: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from actors.manager import PoolSettings, start_manager, stop_services
-from actors.resources import wait_for_resources
+from actors.resources import await_nodes, wait_for_resources
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, plan_epoch
@@ -49,6 +49,7 @@ class JobSettings:
         resize_after_s: seconds between looks at whether an elastic group can have another size.
         use_gpu: one GPU per worker.
         cpus_per_worker: logical CPUs that each worker reserves.
+        node_wait_s: seconds to wait for nodes that an autoscaler starts for the workers; 0 asks for none.
         max_failures: worker groups that may be lost.
         pool: decode actors per node.
         resume: go on from the newest checkpoint in ``output_dir``.
@@ -59,6 +60,7 @@ class JobSettings:
     resize_after_s: float = 60.0
     use_gpu: bool = False
     cpus_per_worker: float = 1.0
+    node_wait_s: float = 0.0
     max_failures: int = 8
     pool: PoolSettings | None = None
     resume: bool = False
@@ -118,6 +120,24 @@ def make_plan(
     )
 
 
+def check_start(description: StreamDescription, settings: JobSettings) -> None:
+    """Refuses what cannot be started, before anything is written.
+
+    A run that is gone on with is refused by its cursor: it may have more ranks than episodes, which a start may not.
+
+    Raises:
+        SettingsError: the output directory holds another run.
+        PlanError: a rank would own nothing.
+        BudgetError: an episode exceeds the byte budget.
+    """
+    if settings.resume:
+        return
+    output = settings.output_dir.resolve()
+    if (output / _RUN).exists():
+        raise SettingsError(f"{output} holds an earlier run: pass --resume to go on with it, or another --output_dir")
+    plan_epoch(description.units, description.config.plan)
+
+
 def run_training(description: StreamDescription, plan: TrainingPlan, settings: JobSettings, *, ledger: Any = None) -> JobResult:
     """Trains, through losses of workers, until the plan's steps are done.
 
@@ -131,14 +151,15 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
         SettingsError: the output directory holds another run.
         ReelrayError: of the kind that stopped a worker.
     """
+    check_start(description, settings)
     output = settings.output_dir.resolve()
-    if (output / _RUN).exists() and not settings.resume:
-        raise SettingsError(f"{output} holds an earlier run: pass --resume to go on with it, or another --output_dir")
     output.mkdir(parents=True, exist_ok=True)
     mend_snapshot(output / _RUN)
-    log_clamped_workers(plan_epoch(description.units, description.config.plan))
+    if not settings.resume:
+        log_clamped_workers(plan_epoch(description.units, description.config.plan))
     least = settings.world_size if isinstance(settings.world_size, int) else settings.world_size[0]
     each = {"CPU": settings.cpus_per_worker} | ({"GPU": 1.0} if settings.use_gpu else {})
+    await_nodes([each] * least, settings.node_wait_s)
     wait_for_resources({name: least * amount for name, amount in each.items()}, f"{least} Train workers")
     ledger = ledger if ledger is not None else start_ledger()
     board = start_stop_board()

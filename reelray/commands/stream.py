@@ -16,6 +16,7 @@ from reelray.commands.common import (
     ReadArguments,
     RecipeArguments,
     Source,
+    check_outputs,
     language_report,
     print_facts,
     print_json,
@@ -52,6 +53,10 @@ class Stream:
     """Decode in the node's actors, or in threads of each rank."""
     decode_actors: int | None = None
     """Decode actors per node; the node's free CPUs when unset."""
+    decode_cpus: float = 1.0
+    """Logical CPUs that each decode actor reserves; a part of one where decoders share."""
+    decode_on_cpu_nodes: bool = False
+    """Decode on the nodes without GPUs instead of those of the ranks; pictures then cross the network."""
     decoded_budget_gb: float | None = None
     """GiB of decoded pictures per rank; a share of the node's memory when unset."""
     prefetch_batches: int = 4
@@ -72,6 +77,7 @@ class Stream:
 
         if self.max_steps is not None and self.max_steps < 0:
             raise SettingsError(f"max_steps must be 0 or more, found {self.max_steps}")
+        check_outputs(order=self.order, cursor_out=self.cursor_out)
         order = self.order_options
         config = StreamConfig(
             plan=order.settings(),
@@ -108,7 +114,7 @@ class Stream:
                     epoch=order.epoch,
                     max_steps=self.max_steps,
                     digests=self.digests,
-                    pool=PoolSettings(actors=self.decode_actors),
+                    pool=PoolSettings(actors=self.decode_actors, cpus=self.decode_cpus, cpu_nodes=self.decode_on_cpu_nodes),
                     max_failures=self.max_failures,
                     step_s=self.step_s,
                 )
