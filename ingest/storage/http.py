@@ -121,7 +121,7 @@ def exchange(method: str, url: str, headers: Mapping[str, str], *, timeout_s: fl
                         )
                     parts.append(part)
             return Reply(response.status_code, found, b"".join(parts), url)
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.TooManyRedirects) as error:
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.TooManyRedirects, UnicodeError) as error:
         raise StorageError(f"{redact(url)}: {redact(str(error))}") from None
     except (httpx.TransportError, httpx.DecodingError, httpx.StreamError) as error:
         unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)

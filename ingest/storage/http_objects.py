@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from ingest.errors import ObjectChangedError, ShortReadError, StorageError
 from ingest.storage.failures import log_failure
@@ -91,7 +91,7 @@ class HttpObjects:
                     retry_status(reply)
                     if reply.status not in _REDIRECTS:
                         break
-                    url = check_redirect(url, urljoin(url, reply.headers.get("location", "")))
+                    url = check_redirect(url, reply.headers.get("location", ""))
                 else:
                     raise StorageError(f"{self._where(path)}: more than {_MAX_HOPS} redirects")
             except RetryableError as fault:
@@ -154,7 +154,7 @@ class HttpObjects:
             self._note(path, url, reply, total)
             if reply.status not in _REDIRECTS:
                 return reply, total, url
-            url = check_redirect(url, urljoin(url, reply.headers.get("location", "")))
+            url = check_redirect(url, reply.headers.get("location", ""))
             if until_away and origin(url) != origin(self._home(path)):
                 return None, None, url
         raise StorageError(f"{self._where(path)}: more than {_MAX_HOPS} redirects")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import re
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -96,7 +96,7 @@ class HttpStore:
         with ThreadPoolExecutor(_HEADS_AT_ONCE, thread_name_prefix="reelray-head") as threads:
             return builtins.list(threads.map(self._objects.head, paths))
 
-    @contextmanager
+    @contextlib.contextmanager
     def _noticing(self) -> Generator[None]:
         try:
             yield
@@ -193,10 +193,11 @@ def _links(page: str, text: str) -> list[str]:
     links: list[str] = []
     for match in _LINK.finditer(text):
         raw = match[1]
-        parts = urlsplit(raw)
-        if parts.query or parts.fragment:
-            continue
-        links.append(urljoin(page, raw))
+        # What is no address cannot be a file of the folder.
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(raw)
+            if not parts.query and not parts.fragment:
+                links.append(urljoin(page, raw))
     return links
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, urljoin, urlsplit
 
 from ingest import settings
 from ingest.errors import ObjectNotFoundError, StorageError
@@ -152,16 +152,23 @@ def _tree(url: str, what: str, hint: Callable[[int], str], policy: RetryPolicy) 
         link = _NEXT_LINK.search(reply.headers.get("link", ""))
         if link is None:
             return found
-        url = _same_server(urljoin(url, link[1]))
+        url = _next_page(url, link[1], what)
     raise StorageError(f"listing {what}: page {len(seen)} leads back to an earlier one")
 
 
-def _same_server(url: str) -> str:
+def _next_page(url: str, link: str, what: str) -> str:
     # A mirror may name the original Hub in its links; the next page is asked of the endpoint in use, which holds the credential.
     home = settings.hub_endpoint()
-    if origin(url) == origin(home):
-        return url
-    return home + "/" + url.split("://", 1)[1].partition("/")[2]
+    try:
+        target = urljoin(url, link)
+        if origin(target) == origin(home):
+            return target
+        parts = urlsplit(target)
+        if parts.scheme not in {"http", "https"}:
+            raise ValueError(f"scheme {parts.scheme!r}")
+    except ValueError as error:
+        raise StorageError(f"listing {what}: the next page is at {redact(link[:200])!r}, which is no address ({error})") from None
+    return home + parts.path + (f"?{parts.query}" if parts.query else "")
 
 
 def _entry(item: object, what: str) -> TreeEntry | None:
@@ -182,7 +189,7 @@ def _get(url: str, policy: RetryPolicy, hops: int = 5) -> Reply:
     headers = auth_headers() if origin(url) == origin(settings.hub_endpoint()) else {}
     reply = ask("GET", url, headers, policy, check=_check_json)
     if hops and reply.status in {301, 302, 307, 308}:
-        return _get(check_redirect(url, urljoin(url, reply.headers.get("location", ""))), policy, hops - 1)
+        return _get(check_redirect(url, reply.headers.get("location", "")), policy, hops - 1)
     return reply
 
 

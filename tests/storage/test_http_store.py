@@ -15,6 +15,7 @@ from servers.ranges import Fault, RangeServer, Reply, Request, WebServer, fail_n
 
 from ingest.errors import (
     AccessDeniedError,
+    LocationError,
     ObjectChangedError,
     ObjectNotFoundError,
     PlaceholderError,
@@ -24,6 +25,7 @@ from ingest.errors import (
     UnsafeInputError,
 )
 from ingest.storage.base import Store
+from ingest.storage.hosts import check_redirect
 from ingest.storage.https import HttpStore
 from ingest.storage.locations import parse_location
 from ingest.storage.retry import RetryPolicy
@@ -244,10 +246,60 @@ def test_head_not_allowed_falls_back_to_a_byte(fast: RetryPolicy) -> None:
         assert _store(server, fast).size("v") == len(BODY)
 
 
-@pytest.mark.parametrize("target", ["ftp://127.0.0.1/x", "http://169.254.169.254/x", "file:///etc/passwd"])
+METADATA_SERVICE = [
+    "169.254.169.254", "169.254.169.254.", "2852039166", "0xA9FEA9FE", "0251.0376.0251.0376", "169.254.43518", "[::ffff:169.254.169.254]",
+    "[::ffff:a9fe:a9fe]", "[64:ff9b::169.254.169.254]", "[::a9fe:a9fe]", "[fe80::1%25eth0]", "[fd00:ec2::254]", "100.100.100.200", "0",
+    "0.0.0.0", "[::]", "224.0.0.1", "metadata.google.internal", "METADATA.google.internal.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "target", ["ftp://127.0.0.1/x", "file:///etc/passwd", *(f"http://{host}/x" for host in METADATA_SERVICE if "0251" not in host)]
+)
 def test_redirects_stay_on_the_web(fast: RetryPolicy, target: str) -> None:
     with WebServer(lambda _: Reply(302, {"location": target})) as server, pytest.raises(StorageError, match="redirects to"):
         _store(server, fast).read_ranges("v", [(0, 5)])
+
+
+@pytest.mark.parametrize("host", METADATA_SERVICE)
+def test_no_location_names_a_metadata_service_in_whatever_spelling(host: str) -> None:
+    with pytest.raises(LocationError, match=r"metadata service|'::'"):
+        parse_location(f"http://{host}/latest")
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.1", "2130706433", "10.0.0.8", "[::1]", "[::ffff:10.0.0.8]", "localhost", "a.localhost."]
+)
+def test_a_public_host_sends_nobody_to_a_private_one(host: str) -> None:
+    assert check_redirect("http://127.0.0.1/a", f"http://{host}/x") == f"http://{host}/x"
+    with pytest.raises(StorageError, match="private address"):
+        check_redirect("https://data.example/a", f"https://{host}/x")
+    assert check_redirect("https://data.example/a", "../b") == "https://data.example/b"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["", "http://", "http://[", "http://[::1", "http://h:99999/", "http://h:x/", f"http://{'a' * 5000}/", "http://xn--/", "http://a b/",
+     "http://\xe2\x91\xa0.example/", "javascript:x", "//", "http://127.0.0.1:0/"],
+)  # fmt: skip
+@pytest.mark.parametrize("read", ["read_ranges", "size", "list"])
+def test_redirects_to_nowhere_are_typed(fast: RetryPolicy, target: str, read: str) -> None:
+    with WebServer(lambda _: Reply(302, {"location": target})) as server:
+        store = _store(server, fast)
+        with pytest.raises(StorageError):
+            store.read_ranges("v", [(0, 5)]) if read == "read_ranges" else store.size("v") if read == "size" else store.list("meta")
+
+
+def test_links_that_are_no_addresses_are_no_files(fast: RetryPolicy) -> None:
+    page = b'<html><a href="http://[">x</a><a href="a.parquet">a</a><a href="http://h:99999/">y</a></html>'
+
+    def answer(request: Request) -> Reply:
+        return (
+            Reply(200, {"content-type": "text/html"}, page) if request.path.endswith("/") else range_reply(request, BODY, {"etag": '"a"'})
+        )
+
+    with WebServer(answer) as server:
+        assert [item.path for item in _store(server, fast).list("meta")] == ["meta/a.parquet"]
 
 
 def test_directory_pages_without_end_are_left(fast: RetryPolicy) -> None:

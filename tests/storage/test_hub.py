@@ -497,3 +497,17 @@ def test_answers_that_no_hub_gives(
         with pytest.raises(error, match=message):
             open_store("hf://datasets/o/n@" + "a" * 40, policy=fast).read_all("meta/info.json")
         assert len(server.requests) < 10
+
+
+@pytest.mark.parametrize("link", ["http://[", "http://h:99999/", "mailto:x", "//", "http://other.example/api?page=2"])
+def test_pages_of_a_listing_are_asked_of_the_hub_alone_and_bad_links_are_typed(
+    monkeypatch: pytest.MonkeyPatch, fast: RetryPolicy, link: str
+) -> None:
+    def answer(_: Request) -> Reply:
+        return Reply(200, {"content-type": "application/json", "link": f'<{link}>; rel="next"'}, b"[]")
+
+    with WebServer(answer) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(StorageError):
+            open_store("hf://datasets/o/n@" + "a" * 40, policy=fast).list("meta")
+        assert len(server.requests) < 10
