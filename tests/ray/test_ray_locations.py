@@ -27,7 +27,7 @@ from train_integration.delivery import deliver_locally, deliver_through_ray
 from train_integration.ledger import order_table
 from train_integration.options import StreamConfig, open_stream
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(700)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "hf_PLANTEDWRITE"
@@ -80,7 +80,7 @@ def reelray(environment: dict[str, str], *arguments: object) -> Any:
         env={**os.environ, **environment, "PYTHONPATH": str(REPOSITORY), "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
