@@ -68,6 +68,9 @@ def test_options_that_are_named_exist(name: str) -> None:
     # The reference is generated, and tested to be current.
     known = set(re.findall(r"`--([\w.-]+)`", _text("docs/reference.md").replace("-", "_").replace("`__", "`--")))
     known |= {field.name for command in (BuildSidecars, Jobs) for field in fields(command)}
-    others = {"object_store_memory", "shm_size", "dashboard_agent_listen_port", "build_arg", "s3_server"}
+    others = {"object_store_memory", "shm_size", "dashboard_agent_listen_port", "build_arg"}
+    programs = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "train_integration" / "demo_prefeature.py"]
+    for program in programs:
+        known |= {name.replace("-", "_") for name in re.findall(r'add_argument\("--([\w-]+)"', program.read_text(encoding="utf-8"))}
     for option in re.findall(r"`--([a-z](?:[\w.-]*\w)?)(?![\w.])", _text(name)):
         assert option.replace("-", "_") in known | others, option

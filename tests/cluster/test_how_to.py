@@ -96,7 +96,7 @@ def run(arguments: list[str], folder: Path, environment: dict[str, str], text: s
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -117,7 +117,7 @@ def command(line: str, folder: Path, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_from_top_to_bottom(
     page: Path, pusht: Path, hub: dict[str, str], s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
