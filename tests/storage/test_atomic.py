@@ -1,0 +1,37 @@
+"""Files that replace others never follow a link that somebody planted where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ingest.prefeature import durable
+from ingest.storage import atomic
+
+
+@pytest.mark.parametrize(
+    "write", [atomic.write_atomic, lambda path, data: durable.write_atomic(path, lambda file: file.write(data))], ids=["storage", "durable"]
+)
+def test_a_planted_link_is_replaced_and_its_target_left_alone(tmp_path: Path, write: Callable[[Path, bytes], None]) -> None:
+    target = tmp_path / "somebody's"
+    target.write_bytes(b"precious")
+    place = tmp_path / "cache" / "entry"
+    place.parent.mkdir()
+    place.symlink_to(target)
+    write(place, b"new")
+    assert target.read_bytes() == b"precious"
+    assert not place.is_symlink()
+    assert place.read_bytes() == b"new"
+
+
+def test_a_link_at_the_temporary_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "somebody's"
+    target.write_bytes(b"precious")
+    link = tmp_path / ".entry.tmp"
+    link.symlink_to(target)
+    monkeypatch.setattr(durable, "temporary_name", lambda path: link)
+    with pytest.raises(OSError, match=r"entry"):
+        durable.write_atomic(tmp_path / "entry", lambda file: file.write(b"new"))
+    assert target.read_bytes() == b"precious"
