@@ -77,7 +77,8 @@ class RayFeed:
             tasks = len(datasource.get_read_tasks(1))
             dataset = ray.data.read_datasource(datasource, num_cpus=0, override_num_blocks=tasks, concurrency=_READ_TASKS)
         iterator: Any = dataset.iterator()
-        batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+        # With prefetching, Ray keeps a row back until the next one is there, and that one may need the room that this one takes.
+        batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
         for table in batches:
             for row in range(table.num_rows):
                 units, counts = unpack_row(table, row)

@@ -1,0 +1,47 @@
+"""Units from Ray Data arrive as soon as they are read, however tight the budget is."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from ingest.datasource import UnitList
+from ingest.engine.counters import Counters
+from train_integration.credits import ByteLedger, UnitCredits
+from train_integration.feed import RayFeed
+from train_integration.options import StreamConfig, open_stream
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(200), pytest.mark.usefixtures("ray_cluster")]
+
+EACH = 1 << 20
+AT_ONCE = 3
+
+
+def test_the_last_unit_that_the_budget_holds_arrives(streamed: Path) -> None:
+    """Whoever waits for it gives nothing back before, so nothing more is read."""
+    description, _ = open_stream(streamed, StreamConfig())
+    units = description.units
+    count = len(units.episode)
+    assert count == 9
+    nbytes = np.full(count, EACH, np.int64)
+    wanted = UnitList(np.arange(count), units.dataset, units.episode, units.lo, units.hi, nbytes)
+    credits = UnitCredits(ByteLedger(AT_ONCE * EACH), nbytes)
+    arrived: list[int] = []
+    ended = threading.Event()
+
+    def read() -> None:
+        for ordinal, _ in RayFeed(ray.put(description.job), 64 << 20).units(wanted, Counters(), credits):
+            arrived.append(ordinal)
+            credits.arrived(ordinal, EACH)
+            if len(arrived) % AT_ONCE == 0:
+                for number in arrived[-AT_ONCE:]:
+                    credits.release(number)
+        ended.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert ended.wait(120), f"only {arrived} arrived"
+    assert arrived == list(range(count))
