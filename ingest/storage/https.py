@@ -29,6 +29,8 @@ _HEADS_AT_ONCE = 8
 _MAX_LISTED = 200_000
 _MAX_DEPTH = 16
 _MAX_NUMBERED = 100_000
+_SURPRISING = 20
+"""Numbered files after which a name that no dataset has is asked for."""
 
 
 class HttpStore:
@@ -177,9 +179,16 @@ class HttpStore:
                         return
                     break
                 count += 1
-                if count > _MAX_NUMBERED:
-                    raise StorageError(f"{self.url}/{top}: more than {_MAX_NUMBERED} numbered files answer, which no dataset has")
+                if count > _MAX_NUMBERED or (count == _SURPRISING and self._answers_anything(stem)):
+                    raise StorageError(f"{self.url}/{top}: the server has a file of every name, so what there is cannot be found out")
                 yield path
+
+    def _answers_anything(self, stem: str) -> bool:
+        try:
+            self._objects.head(f"{stem}no-such-chunk/no-such-file.parquet")
+        except ObjectNotFoundError:
+            return False
+        return True
 
 
 def _check_page(reply: Reply) -> None:

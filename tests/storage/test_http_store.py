@@ -309,6 +309,16 @@ def test_directory_pages_without_end_are_left(fast: RetryPolicy) -> None:
         assert len(server.requests) < 20
 
 
+def test_a_server_that_has_every_name_is_left(fast: RetryPolicy) -> None:
+    with WebServer(lambda request: range_reply(request, BODY, {"etag": '"a"', "content-type": "application/json"})) as server:
+        with pytest.raises(StorageError, match="a file of every name"):
+            _store(server, fast).list("meta/episodes")
+        assert len(server.requests) < 40
+    names = [f"meta/episodes/chunk-00{chunk}/file-0{number:02d}.parquet" for chunk in range(2) for number in range(30)]
+    with RangeServer(dict.fromkeys(names, b"x"), pages=False) as server:
+        assert [item.path for item in _store(server, fast).list("meta/episodes")] == names
+
+
 def test_a_size_beyond_belief_is_refused_before_anything_is_planned(fast: RetryPolicy) -> None:
     with WebServer(lambda _: Reply(200, {"content-length": "9" * 17}, b"")) as server:
         store = open_store(parse_location(server.url), policy=fast)
