@@ -26,6 +26,9 @@ from ingest.storage.retry import RetryableError, RetryPolicy
 
 _LINK = re.compile(r"""href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
 _HEADS_AT_ONCE = 8
+_FEW = 4
+"""Paths that are asked for anew whatever the host knows: so few requests do not grow with a dataset."""
+
 _MAX_LISTED = 200_000
 _MAX_DEPTH = 16
 _MAX_NUMBERED = 100_000
@@ -75,17 +78,24 @@ class HttpStore:
         return f"{self._location.url}/{quote(check_relative(path))}"
 
     def identity(self, path: str) -> ObjectIdentity:
-        return self.identities([path])[0]
+        self._learn([path])
+        return self._described(path)
 
     def identities(self, paths: Sequence[str]) -> builtins.list[ObjectIdentity]:
-        """One identity per path, in the order asked; asked for once on a host, over several connections.
+        """One identity per path, in the order asked, over several connections; those of many paths are asked for once on a host.
 
         Raises:
             ObjectNotFoundError: there is no such object.
         """
+        if len(paths) > _FEW:
+            self._learn(paths)
+        else:
+            self._heads([path for path in paths if self._known.get(check_relative(path)).tag is None])
+        return [self._described(path) for path in paths]
+
+    def _learn(self, paths: Sequence[str]) -> None:
         with self._noticing():
             learn(self._known, self.url, [check_relative(path) for path in paths], self._heads)
-        return [self._described(path) for path in paths]
 
     def _described(self, path: str) -> ObjectIdentity:
         known = self._known.get(path)
@@ -110,7 +120,7 @@ class HttpStore:
         check_relative(path)
         size = self._known.get(path).size
         if size is None:
-            size = self.identities([path])[0].size
+            size = self.identity(path).size
         if size is None:
             raise StorageError(f"{self.url}/{path}: the server states no size, so its end cannot be found")
         return size

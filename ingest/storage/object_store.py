@@ -80,6 +80,9 @@ class ObjectStore:
         """
         if len(paths) > _FEW:
             self.list(common_folder(paths))
+        for path in paths:
+            if self._known.get(check_relative(path)).size is None:
+                self._head(path)
         return [self.identity(path) for path in paths]
 
     def size(self, path: str) -> int:

@@ -84,6 +84,19 @@ def test_a_replaced_video_is_an_error_once_and_indexed_anew_by_the_next_start(
     assert sum(path.endswith(".mp4") for path in heads(server)) == 12
 
 
+def test_the_versions_of_a_few_files_are_asked_for_at_every_opening(server: RangeServer, files: dict[str, bytes]) -> None:
+    few = {name: data for name, data in files.items() if "cam1" not in name}
+    names = [name for name in files if name.endswith(".mp4")][:4]
+    for data in (files, few | {name: files[name][::-1] for name in names}):
+        server.forget()
+        server.objects = data
+        store = open_store(server.url)
+        store.read_all("meta/info.json")
+        found = store.identities(names)  # pyright: ignore[reportAttributeAccessIssue]
+        assert len(heads(server)) == 4
+        assert len({one.fingerprint for one in found}) == 4
+
+
 def test_what_is_kept_ends_after_a_while(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert frames(server.url) == 24
     (kept,) = [path for path in (settings.lerobot_home() / "streaming-metadata" / "heads").iterdir() if path.suffix != ".lock"]
