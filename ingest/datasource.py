@@ -35,6 +35,7 @@ from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData, pack_unit, unpack_unit
+from ingest.engine.units import decoding_saved
 from ingest.errors import DamagedDataError, ReelrayError, ReservationError, SettingsError, StorageError, StreamClosedError
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.source import Source
@@ -105,6 +106,15 @@ class ReadJob:
     def indexed(self, change: Callable[[VideoIndex], VideoIndex]) -> ReadJob:
         """The same job with its index changed, for example for use on other nodes."""
         return replace(self, index=change(self.index))
+
+    def decoding_saved(self, units: UnitList) -> NDArray[np.float64]:
+        """Pixels that need not be decoded when each of some units is decoded whole instead of sample by sample, float64[N]."""
+        saved = np.zeros(len(units), dtype=np.float64)
+        for number in np.unique(units.dataset).tolist():
+            rows = np.flatnonzero(units.dataset == number)
+            job = self.jobs[number]
+            saved[rows] = decoding_saved(units.take(rows), job.source, job.index, job.spec)
+        return saved
 
     def stored(self, change: Callable[[Store], Store]) -> ReadJob:
         """The same job with its store changed."""

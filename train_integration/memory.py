@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.datasource import UnitList
 from ingest.engine.blocks import OpenBatches
 from ingest.engine.frames import FrameStore
-from ingest.engine.modes import choose_once
+from ingest.engine.modes import DecodeMode, choose_once
 from ingest.engine.pictures import PictureForm
 from ingest.engine.spec import SampleSpec
 from ingest.errors import BudgetError
@@ -26,11 +27,13 @@ class Budgets:
 
     Attributes:
         decoded_bytes: decoded pictures in slots.
+        mode: how units are decoded.
         ahead: batches for which on-demand pictures are asked in advance.
         stall_s: seconds without progress after which a batch is given up with `IngestStalledError`.
     """
 
     decoded_bytes: int
+    mode: DecodeMode = "auto"
     ahead: int = 4
     stall_s: float = 300.0
 
@@ -76,6 +79,7 @@ class RankMemory:
         backend: makes memory that it can decode to.
         budgets: what may be held.
         open_units: units that the order keeps open at a time, about.
+        saved: what decoding each unit whole saves; asked for only where not all of them fit.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class RankMemory:
         backend: DecodeBackend,
         budgets: Budgets,
         open_units: int,
+        saved: Callable[[UnitList], NDArray[np.float64]],
     ) -> None:
         self._spec = spec
         self._work = work
@@ -93,6 +98,7 @@ class RankMemory:
         self._backend = backend
         self._budgets = budgets
         self._open_units = open_units
+        self._saved = saved
         self._per_sample = sum(spec.windows.size(camera) or 1 for camera in spec.cameras)
         self._slot_bytes = max((form.nbytes(spec.features[camera]) for camera, form in forms.items()), default=1)
 
@@ -122,13 +128,13 @@ class RankMemory:
             )
         if stores is None or (stores.whole is None and stores.demand is None):
             before = None if stores is None else stores.batches
-            batches = self._batch_memory(before) if direct else None
+            batches = self._batch_memory(before) if direct and self._budgets.mode != "on_demand" else None
             if batches is not None:
                 return np.ones(len(work.list), np.bool_), FrameStores(batches=batches)
             once, fresh = self._new_slots(slots, per_batch)
             return once, replace(fresh, batches=before)
         room = stores.whole.slots if stores.whole is not None else 0
-        once = choose_once(work.first_step, work.last_step, work.pictures, room)
+        once = self._decoded_once(room, room)
         demand = stores.demand if once.all() else stores.demand or self._backend.make_frames(self._slot_bytes, per_batch * 2)
         return once, replace(stores, demand=demand)
 
@@ -150,19 +156,43 @@ class RankMemory:
         stores = {camera: self._backend.make_blocks(nbytes, work.batch_size, batches) for camera, nbytes in sizes.items()}
         return BatchMemory(stores, OpenBatches(limit), work.batch_size, batch_bytes, batches)
 
+    def _decoded_once(self, slots: int, beside: int) -> NDArray[np.bool_]:
+        """bool[N], units that are decoded whole.
+
+        Args:
+            slots: pictures that may be held if all units are.
+            beside: pictures that may be held beside those decoded on demand.
+
+        Raises:
+            BudgetError: all units shall be, and do not fit.
+        """
+        work, mode = self._work, self._budgets.mode
+        opened = work.first_step, work.last_step, work.pictures
+        if mode == "on_demand":
+            return np.zeros(len(work.list), np.bool_)
+        if choose_once(*opened, slots).all():
+            return np.ones(len(work.list), np.bool_)
+        if mode == "once":
+            raise BudgetError(
+                f"decode_mode once must hold {peak_pictures(*opened)} decoded pictures of {self._slot_bytes} bytes at a time, but the "
+                f"decoded budget of {self._budgets.decoded_bytes} bytes holds {slots}: raise decoded_budget_gb, lower lanes, "
+                "lane_frames or pool_size, or leave decode_mode at auto"
+            )
+        return choose_once(*opened, beside, self._saved(work.list))
+
     def _new_slots(self, slots: int, per_batch: int) -> tuple[NDArray[np.bool_], FrameStores]:
         """Decides once or on demand for every unit, and makes the slots for both."""
         work = self._work
         reserve = min(per_batch * (self._budgets.ahead + 1), slots)
-        once = choose_once(work.first_step, work.last_step, work.pictures, slots)
-        if not once.all():
-            once = choose_once(work.first_step, work.last_step, work.pictures, slots - reserve)
+        once = self._decoded_once(slots, slots - reserve)
         # Room for two more units than the plan needs at once lets decoding run ahead of the batches.
         peak = peak_pictures(work.first_step[once], work.last_step[once], work.pictures[once])
         largest = int(work.pictures[once].max()) if once.any() else 0
         # A short stretch may not be typical of those that follow with the same slots.
         typical = int(work.pictures.mean() * self._open_units) if len(work.pictures) else 0
         room = min(slots if once.all() else slots - reserve, max(peak, typical) + 2 * largest)
+        if self._budgets.mode == "once":
+            room = slots
         return once, FrameStores(
             self._backend.make_frames(self._slot_bytes, room) if once.any() else None,
             None if once.all() else self._backend.make_frames(self._slot_bytes, reserve),

@@ -16,6 +16,7 @@ from ingest.datasource import ReadJob
 from ingest.engine.assemble import Transform
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.dataset import Dataset, open_dataset
+from ingest.engine.modes import DecodeMode
 from ingest.engine.rendering import RenderStage
 from ingest.engine.spec import ReadOptions
 from ingest.errors import SettingsError
@@ -46,6 +47,8 @@ class StreamConfig:
         render: injected sample stage; must pickle; it gets what the recipe renders.
         return_uint8: uint8 pictures (default) or float32 in [0, 1].
         decode: by the node's decode actors, or by threads of the rank.
+        decode_mode: ``auto`` decodes units whole where the decoded budget holds them, those first that save most, and the others
+            sample by sample; ``once`` refuses a budget that does not hold all; ``on_demand`` decodes every sample by itself.
         decode_threads: threads of ``inline`` decoding.
         decoded_budget_gb: GiB of decoded pictures per rank; None takes a share of the node's memory.
         byte_budget_gb: GiB of fetched compressed pictures per rank.
@@ -68,6 +71,7 @@ class StreamConfig:
     render: RenderStage | None = None
     return_uint8: bool = True
     decode: Decode = "pool"
+    decode_mode: DecodeMode = "auto"
     decode_threads: int = 2
     decoded_budget_gb: float | None = None
     byte_budget_gb: float = 8.0
@@ -91,6 +95,8 @@ class StreamConfig:
             )
         if self.decode not in {"pool", "inline"}:
             raise SettingsError(f"decode must be pool or inline, found {self.decode!r}")
+        if self.decode_mode not in {"auto", "once", "on_demand"}:
+            raise SettingsError(f"decode_mode must be auto, once or on_demand, found {self.decode_mode!r}")
 
     def for_evaluation(self, **changes: Any) -> StreamConfig:
         """A configuration for an evaluation stream beside the training stream: in selection order, every frame once, then over.

@@ -208,6 +208,7 @@ class Producer:
         of, config, plan = self._of, self._config, stretch.plan
         budgets = Budgets(
             decoded_bytes=of.decoded_bytes,
+            mode=config.decode_mode,
             ahead=config.prefetch_batches,
             stall_s=config.stall_s,
         )
@@ -232,6 +233,7 @@ class Producer:
             self._ledger,
             stretch.open_units,
             plan.settings.seed,
+            of.description.job.decoding_saved,
             self._stores,
         )
         self._stores = scheduler.stores

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
@@ -94,6 +94,7 @@ class BatchScheduler:
         ledger: the rank's budget of compressed pictures.
         open_units: units that the order keeps open at a time, about.
         seed: order seed, for reproducible transforms.
+        saved: what decoding each of some units whole saves against decoding its samples one by one.
         stores: slots of the epoch before, to go on with; None makes new ones.
     """
 
@@ -109,6 +110,7 @@ class BatchScheduler:
         ledger: ByteLedger,
         open_units: int,
         seed: int,
+        saved: Callable[[UnitList], NDArray[np.float64]],
         stores: FrameStores | None = None,
     ) -> None:
         self._spec = spec
@@ -127,7 +129,7 @@ class BatchScheduler:
         self._closed = False
         self._feeder_error: BaseException | None = None
         self.fed = threading.Event()
-        memory = RankMemory(spec, work, self._forms, backend, budgets, open_units)
+        memory = RankMemory(spec, work, self._forms, backend, budgets, open_units, saved)
         self._once, self.stores = memory.lay_out(stores, direct=assembler.takes_decoded)
         self._whole, self._demand = self.stores.whole, self.stores.demand
         self._direct: DirectBatches | None = None

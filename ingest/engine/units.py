@@ -14,7 +14,7 @@ from ingest.lerobot.source import Source
 from ingest.plan import Units, cut_units
 from ingest.video.index import VideoIndex
 from ingest.video.mini import mini_mp4_sizes
-from ingest.video.payload import payload_sizes
+from ingest.video.payload import payload_sizes, pictures_fed
 from ingest.video.span_table import episode_spans
 from ingest.video.spans import gop_starts
 
@@ -74,6 +74,38 @@ def payload_bytes(
             table = index.table(mapped.paths[number])
             nbytes[here] += payload_sizes(table, begin[here] + first[here], begin[here] + stop[here], lead=leads.get(camera, 0))
     return nbytes
+
+
+def decoding_saved(units: FrameRuns, source: Source, index: VideoIndex, spec: SampleSpec) -> NDArray[np.float64]:
+    """Pixels that need not be decoded when a unit is decoded whole instead of sample by sample, float64[U].
+
+    What a sample costs by itself follows from the groups of pictures that its windows reach into; what a unit costs whole is
+    each of its pictures once. Both count pictures that are decoded and not shown.
+
+    Args:
+        units: of one dataset.
+        source: the dataset.
+        index: sample tables of its video files.
+        spec: what samples consist of.
+    """
+    rows = source.episodes.rows(units.episode)
+    lengths = source.episode_frames()[rows]
+    saved = np.zeros(len(rows), dtype=np.float64)
+    for camera in spec.cameras:
+        height, width, _ = spec.features[camera].picture_shape
+        mapped = source.camera_map(camera)
+        first, stop = spec.reach_many((camera,), units.lo, units.hi, lengths)
+        begin = mapped.first_picture[rows]
+        for number, here in _by_file(mapped.file[rows]):
+            here = here[stop[here] > first[here]]
+            table = index.table(mapped.paths[number])
+            pictures = np.arange(table.pictures, dtype=np.int64)
+            # Near the ends of an episode windows are cut shorter; that changes too little to ask each episode for.
+            low, high = spec.reach_many((camera,), pictures, pictures + 1, np.full(table.pictures, table.pictures, np.int64))
+            alone = np.concatenate([[0], np.cumsum(pictures_fed(table, low, high))])
+            single = alone[begin[here] + units.hi[here]] - alone[begin[here] + units.lo[here]]
+            saved[here] += (single - pictures_fed(table, begin[here] + first[here], begin[here] + stop[here])) * float(height * width)
+    return saved
 
 
 def _by_file(file: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int64]]]:

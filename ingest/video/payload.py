@@ -29,16 +29,7 @@ def payload_sizes(table: SampleTable, first: NDArray[np.int64], stop: NDArray[np
     if bool(np.any((first < 0) | (stop <= first) | (stop > table.pictures))):
         row = int(np.flatnonzero((first < 0) | (stop <= first) | (stop > table.pictures))[0])
         raise SelectionError(f"{table.path}: pictures {first[row]}..{stop[row] - 1} asked for, the file presents {table.pictures}")
-    presented = table.presented.astype(np.int64)
-    ticks = table.dts.astype(np.int64) + table.composition
-    begin = _starts(
-        table,
-        reduce_runs(np.minimum, presented, first, stop - 1),
-        reduce_runs(np.minimum, ticks[presented], first, stop - 1),
-        ticks,
-        lead,
-    )
-    end = reduce_runs(np.maximum, presented, first, stop - 1) + 1
+    begin, end = _samples_fed(table, first, stop, lead)
     if table.gop_xxh3 is not None:
         bounds = table.gop_bounds.astype(np.int64)
         end = bounds[np.searchsorted(bounds, end)]
@@ -51,6 +42,35 @@ def payload_sizes(table: SampleTable, first: NDArray[np.int64], stop: NDArray[np
     for row in np.flatnonzero(disordered[end - 1] > disordered[begin]).tolist():
         nbytes[row] = sample_span(table, int(begin[row]), int(end[row])).nbytes
     return nbytes
+
+
+def pictures_fed(table: SampleTable, first: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Pictures that a decoder is fed to show each run of pictures by itself, int64[N].
+
+    Args:
+        table: of the file.
+        first: int64[N], first picture of each run, presentation order of the file.
+        stop: int64[N], picture behind its last one, greater than ``first``.
+    """
+    if not len(first):
+        return np.zeros(0, dtype=np.int64)
+    begin, end = _samples_fed(table, first, stop, 0)
+    return end - begin
+
+
+def _samples_fed(
+    table: SampleTable, first: NDArray[np.int64], stop: NDArray[np.int64], lead: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    presented = table.presented.astype(np.int64)
+    ticks = table.dts.astype(np.int64) + table.composition
+    begin = _starts(
+        table,
+        reduce_runs(np.minimum, presented, first, stop - 1),
+        reduce_runs(np.minimum, ticks[presented], first, stop - 1),
+        ticks,
+        lead,
+    )
+    return begin, reduce_runs(np.maximum, presented, first, stop - 1) + 1
 
 
 def _starts(

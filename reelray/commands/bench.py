@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ingest.errors import SettingsError
 from reelray.commands.common import Flat, OrderArguments, ReadArguments, Source, print_json, print_table
@@ -45,6 +46,8 @@ class Bench:
     """Seconds that each rank spends on a batch, to imitate training."""
     decode_actors: int | None = None
     """Decode actors per node; the node's free CPUs when unset."""
+    decode_mode: Literal["auto", "once", "on_demand"] = "auto"
+    """Decode units whole within the decoded budget and the rest sample by sample, all of them whole, or none."""
     decoded_budget_gb: float | None = None
     """GiB of decoded pictures per rank; a share of the node's memory when unset."""
     prefetch_batches: int = 4
@@ -71,6 +74,7 @@ class Bench:
             plan=order.settings(),
             read=self.read.options(),
             damage=self.read.damage,
+            decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=order.byte_budget_gb,
             prefetch_batches=self.prefetch_batches,

@@ -57,6 +57,8 @@ class Stream:
     """Logical CPUs that each decode actor reserves; a part of one where decoders share."""
     decode_on_cpu_nodes: bool = False
     """Decode on the nodes without GPUs instead of those of the ranks; pictures then cross the network."""
+    decode_mode: Literal["auto", "once", "on_demand"] = "auto"
+    """Decode units whole within the decoded budget and the rest sample by sample, all of them whole, or none."""
     decoded_budget_gb: float | None = None
     """GiB of decoded pictures per rank; a share of the node's memory when unset."""
     prefetch_batches: int = 4
@@ -85,6 +87,7 @@ class Stream:
             damage=self.read.damage,
             recipe=self.language.stage(),
             decode=self.decode,
+            decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=order.byte_budget_gb,
             prefetch_batches=self.prefetch_batches,

@@ -97,6 +97,8 @@ class Train:
     """Logical CPUs that each decode actor reserves; a part of one where decoders share."""
     decode_on_cpu_nodes: bool = False
     """Decode on the nodes without GPUs instead of those of the ranks; pictures then cross the network."""
+    decode_mode: Literal["auto", "once", "on_demand"] = "auto"
+    """Decode units whole within the decoded budget and the rest sample by sample, all of them whole, or none."""
     decoded_budget_gb: float | None = None
     """GiB of decoded pictures per rank."""
     payload_cache_gb: float | None = None
@@ -282,6 +284,7 @@ class Train:
             damage=self.damage,
             decode="pool" if data.streaming else "inline",
             decode_threads=data.streaming_decode_threads,
+            decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=data.streaming_byte_budget_gb,
             return_uint8=data.return_uint8,

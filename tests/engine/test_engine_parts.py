@@ -20,7 +20,11 @@ from ingest.engine.fetch import UnitRequest
 from ingest.engine.frames import HeapFrames
 from ingest.engine.modes import choose_once
 from ingest.engine.unit import UnitData, excerpt, pack_unit, unpack_unit
+from ingest.engine.units import decoding_saved
 from ingest.errors import BudgetError, StreamClosedError
+from ingest.lerobot.make import MakeOptions, make_dataset
+from ingest.video.spans import picture_span
+from ingest.video.tables import SampleTable
 
 
 def batch_of(dataset: object, unit: UnitData, frames: list[int]) -> dict[str, object]:
@@ -121,25 +125,67 @@ def test_buffers_under_torch_tensors_are_not_reused() -> None:
     assert tensor.tolist() == [7] * 8
 
 
-UNITS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 9)), max_size=24)
+UNITS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 9), st.integers(-3, 50)), max_size=24)
 
 
-@given(UNITS, st.integers(0, 40))
+@given(UNITS, st.integers(0, 40), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_units_decoded_once_fit_the_budget(units: list[tuple[int, int, int]], budget: int) -> None:
+def test_units_decoded_once_fit_the_budget(units: list[tuple[int, int, int, int]], budget: int, priced: bool) -> None:
     units.sort(key=lambda unit: unit[0])
     first = np.array([unit[0] for unit in units], dtype=np.int64)
     last = first + np.array([unit[1] for unit in units], dtype=np.int64)
     pictures = np.array([unit[2] for unit in units], dtype=np.int64)
-    once = choose_once(first, last, pictures, budget)
-    for step in range(30):
-        held = once & (first <= step) & (last >= step)
-        assert int(pictures[held].sum()) <= budget
+    saved = np.array([unit[3] for unit in units], dtype=np.float64) if priced else None
+    once = choose_once(first, last, pictures, budget, saved)
+    held = np.array([pictures[once & (first <= step) & (last >= step)].sum() for step in range(30)])
+    assert (held <= budget).all()
     for unit in np.flatnonzero(~once):
-        # What was refused did not fit beside the units that were open when it opened.
-        others = once[:unit] & (last[:unit] >= first[unit])
-        assert int(pictures[:unit][others].sum()) + int(pictures[unit]) > budget
+        if saved is None or saved[unit] > 0:
+            # What was refused does not fit beside those that were taken.
+            assert held[first[unit] : last[unit] + 1].max() + pictures[unit] > budget
+        else:
+            assert saved[unit] <= 0
+    if saved is not None:
+        assert (saved[once] > 0).all()
     assert choose_once(first, last, pictures, int(pictures.sum())).all()
+
+
+def test_what_saves_most_is_decoded_whole_where_not_all_fits() -> None:
+    first, last, pictures = np.zeros(4, np.int64), np.full(4, 9), np.full(4, 5)
+    saved = np.array([1.0, 40.0, 0.0, 20.0])
+    assert choose_once(first, last, pictures, 10, saved).tolist() == [False, True, False, True]
+    # As much is saved with half the memory, or in half the time: that leaves room for others.
+    assert choose_once(first, last, np.array([5, 11, 5, 5]), 11, saved).tolist() == [True, False, False, True]
+    assert choose_once(first, np.array([9, 9, 9, 1]), pictures, 5, saved).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("gop", "bframes", "window"), [(1, 0, None), (4, 0, None), (12, 2, None), (6, 0, [-0.2, 0.0]), (12, 2, [-0.1, 0.1])]
+)
+def test_what_decoding_whole_saves_is_what_decoders_need_not_be_fed(
+    tmp_path: Path, gop: int, bframes: int, window: list[float] | None
+) -> None:
+    place = tmp_path / "set"
+    make_dataset(place, MakeOptions(episodes=3, frames="9:20", cameras=1, size=(32, 64), gop=gop, bframes=bframes, video_files=2, fps=10))
+    dataset = open_dataset(place, delta_timestamps=None if window is None else {"observation.images.cam0": window})
+    units = dataset.units(lane_frames=8)
+    saved = decoding_saved(units, dataset.source, dataset.index, dataset.spec)
+    camera = dataset.spec.cameras[0]
+    for row, (episode, lo, hi) in enumerate(zip(units.episode.tolist(), units.lo.tolist(), units.hi.tolist(), strict=True)):
+        path, begin, count = dataset.source.pictures(episode, camera)
+        table = dataset.index.table(path)
+
+        def fed(first: int, stop: int, table: SampleTable = table, begin: int = begin) -> int:
+            span = picture_span(table, range(begin + first, begin + stop))
+            return span.stop - span.first
+
+        whole = fed(*dataset.spec.reach((camera,), lo, hi, count))
+        alone = sum(fed(*dataset.spec.reach((camera,), frame, frame + 1, count)) for frame in range(lo, hi))
+        # Windows are taken as if episodes had no ends.
+        slack = 0 if window is None else 2 * max(gop, 2) * 2
+        assert abs(saved[row] / (32 * 64) - (alone - whole)) <= slack, (episode, lo, hi)
+    if gop == 1 and window is None:
+        assert not saved.any()
 
 
 def test_slots_are_bounded_and_wake_waiters() -> None:

@@ -13,6 +13,7 @@ import pytest
 from ingest.engine import ReadOptions
 from ingest.engine.frames import HeapFrames
 from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError
+from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings, plan_epoch
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
@@ -50,7 +51,7 @@ def open_rank(description: StreamDescription, rank: int, world: int, *, decoded:
 
 
 def config(root: Path, *, read: ReadOptions | None = None, **plan: Any) -> Any:
-    extra = {name: plan.pop(name) for name in ("epochs", "damage", "lane_frames", "stall_s") if name in plan}
+    extra = {name: plan.pop(name) for name in ("epochs", "damage", "lane_frames", "stall_s", "decode_mode") if name in plan}
     return open_stream(
         root, StreamConfig(plan=PlanSettings(clamp_workers=True, **plan), read=read or ReadOptions(), decode="inline", **extra)
     )
@@ -353,3 +354,44 @@ def test_a_feed_that_never_answers_is_reported(small: Path) -> None:
         next(iter(stream))
     release.set()
     stream.close()
+
+
+MODES = [
+    ("auto", 400, None),
+    ("once", 400, None),
+    ("on_demand", 400, None),
+    ("auto", 40, None),
+    ("once", 400, [-0.1, 0.0]),
+    ("on_demand", 60, [-0.1, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("codec", "gop", "bframes"), [("hevc", 8, 3), ("h264", 250, 2), ("h264", 1, 0)])
+@pytest.mark.parametrize(("mode", "pictures", "window"), MODES)
+def test_every_mode_of_decoding_delivers_the_same(
+    tmp_path: Path, mode: str, pictures: int, window: list[float] | None, codec: str, gop: int, bframes: int
+) -> None:
+    place = tmp_path / "set"
+    make_dataset(place, MakeOptions(episodes=4, frames="12:17", cameras=1, size=(32, 64), codec=codec, gop=gop, bframes=bframes, fps=10))
+    read = ReadOptions(delta_timestamps=None if window is None else {"observation.images.cam0": window})
+    description, dataset = config(place, read=read, strategy="lanes", lanes=3, batch_size=5, lane_frames=6, decode_mode=mode)
+    assert sorted(check_rank(description, dataset, 0, 1, decoded=pictures * PICTURE_BYTES)) == list(range(dataset.num_frames))
+
+
+def test_a_budget_that_does_not_hold_all_units_is_refused_where_all_shall_be_decoded_whole(small: Path) -> None:
+    description, _ = config(small, strategy="remaining", batch_size=7, decode_mode="once")
+    with open_rank(description, 0, 1, decoded=20 * PICTURE_BYTES) as stream, pytest.raises(BudgetError, match="decoded_budget_gb"):
+        next(iter(stream))
+
+
+def test_what_cannot_be_held_whole_is_decoded_sample_by_sample_at_its_cost(tmp_path: Path) -> None:
+    place = tmp_path / "set"
+    make_dataset(place, MakeOptions(episodes=3, frames="24", cameras=1, size=(32, 64), gop=12, fps=10))
+    amplification: dict[str, float] = {}
+    for mode in ("once", "on_demand"):
+        description, _ = config(place, strategy="remaining", batch_size=4, decode_mode=mode)
+        with open_rank(description, 0, 1, decoded=100 * PICTURE_BYTES) as stream:
+            delivered = sum(len(batch["index"]) for batch in stream)
+            amplification[mode] = stream.counters.totals()["reelray_pictures_decoded"] / delivered
+    assert amplification["once"] == 1
+    assert amplification["on_demand"] > 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import xxhash
 
 from actors.manager import PoolSettings
 from ingest.engine import open_dataset
+from ingest.engine.modes import DecodeMode
 from ingest.engine.spec import ReadOptions
 from ingest.plan import PlanSettings, plan_epoch
 from train_integration.delivery import deliver_locally, deliver_through_ray
@@ -107,3 +109,16 @@ def test_training_on_a_real_recording_learns(shared_dir: Path, tmp_path: Path) -
     (whole, *_) = coverage(description, result.rows, 2)
     assert whole.complete
     assert (whole.missing, whole.duplicated, whole.in_order) == (0, 0, True)
+
+
+@pytest.mark.parametrize("mode", ["auto", "on_demand"])
+def test_open_groups_long_groups_and_fragments_come_pixel_exact_through_decode_actors(shared_dir: Path, mode: DecodeMode) -> None:
+    (trial,) = (shared_dir / "data" / "trials").glob("09_*")
+    for root in sorted(path for path in trial.iterdir() if path.is_dir()):
+        camera = open_dataset(root).source.cameras[0]
+        config = replace(stream_config(strategy="lanes", batch_size=8), lane_frames=16, decode_mode=mode)
+        found = deliver(root, config, 2)
+        expected = linear_digests(root, camera)
+        assert sorted(found.rows["index"].tolist()) == sorted(expected)
+        wrong = [int(i) for i, d in zip(found.rows["index"], found.rows[f"digest:{camera}"], strict=True) if expected[int(i)] != int(d)]
+        assert not wrong, f"{root.name}: {wrong[:8]}"

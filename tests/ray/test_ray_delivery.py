@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,10 @@ import pytest
 import ray
 
 from actors.manager import PoolSettings
+from ingest.engine import open_dataset
+from ingest.engine.modes import DecodeMode
+from ingest.errors import DecodeError
+from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings, plan_epoch
 from train_integration.delivery import DeliverySummary, deliver_locally, deliver_through_ray
 from train_integration.ledger import start_ledger
@@ -149,3 +154,24 @@ def test_nothing_is_left_after_a_run(streamed: Path) -> None:
     while (left := _named("Decoder", "_Manager", "_Ledger", "RayTrainWorker")) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "on_demand"])
+def test_a_damaged_group_is_named_by_the_decode_actor_that_meets_it(tmp_path: Path, mode: DecodeMode) -> None:
+    root = tmp_path / "set"
+    make_dataset(root, MakeOptions(episodes=3, frames="40", cameras=2, size=(96, 128), gop=10, pattern="noise"))
+    source = open_dataset(root).source
+    camera = source.cameras[1]
+    path, first, _ = source.pictures(1, camera)
+    table = open_dataset(root).index.table(path)
+    sample = int(table.presented[first + 20])
+    start, size = int(table.offsets[sample]), int(table.sizes[sample])
+    file = root / path
+    content = bytearray(file.read_bytes())
+    content[start + 5 : start + size] = bytes(size - 5)
+    file.write_bytes(content)
+    with pytest.raises(DecodeError, match=rf"episode 1, {camera}: .*picture {first + 20}") as caught:
+        through_ray(root, replace(config_of(strategy="lanes", batch_size=8), decode_mode=mode), 2)
+    assert (caught.value.episode, caught.value.camera, caught.value.file, caught.value.picture) == (1, camera, path, first + 20)
+    assert caught.value.byte_range == (start, start + size)
