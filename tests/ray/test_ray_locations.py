@@ -174,7 +174,7 @@ def test_what_is_kept_may_be_deleted_while_it_is_used(kept: tuple[RangeServer, P
     expected, ended = local_epoch(made, 0), threading.Event()
 
     def delete() -> None:
-        while not ended.wait(0.002):
+        while not ended.wait(0.01):
             shutil.rmtree(folder, ignore_errors=True)
 
     assert deliver(0).equals(expected)
