@@ -419,6 +419,7 @@ def test_four_hundred_random_faults(hub: HubEmulator, fast: RetryPolicy) -> None
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_twenty_thousand_random_faults(hub: HubEmulator, fast: RetryPolicy) -> None:
     _random_faults(hub, fast, seed=7, faults=20_000)
 
