@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -54,11 +55,14 @@ class RayFeed:
         job: reference to what read tasks need; owned by the driver, so it outlives Train workers.
         object_store_bytes: most object store memory that this rank's reading may take.
         gate: where read tasks wait for byte credits; ends with the process that made this object.
+        ids: ids of executions in turn. Ray's dashboard and statistics keep half a megabyte for each id that they have seen, so an
+            execution takes that of the one before the last, which is over by then.
     """
 
     job: ray.ObjectRef[ReadJob]
     object_store_bytes: int
     gate: Any = field(default_factory=start_gate)
+    ids: Iterator[str] = field(default_factory=lambda: cycle((uuid4().hex[:12], uuid4().hex[:12])))
 
     def units(self, wanted: UnitList, counters: Counters, credits: UnitCredits) -> Iterator[Arrival]:
         if not len(wanted):
@@ -75,7 +79,8 @@ class RayFeed:
         with DataContext.current(context):
             datasource = EpisodeDatasource(self.job, wanted, gate=gate, gate_key=key)
             tasks = len(datasource.get_read_tasks(1))
-            dataset = ray.data.read_datasource(datasource, num_cpus=0, override_num_blocks=tasks, concurrency=_READ_TASKS)
+            dataset: Any = ray.data.read_datasource(datasource, num_cpus=0, override_num_blocks=tasks, concurrency=_READ_TASKS)
+            dataset._set_uuid(next(self.ids))
         iterator: Any = dataset.iterator()
         # With prefetching, Ray keeps a row back until the next one is there, and that one may need the room that this one takes.
         batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
