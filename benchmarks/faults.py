@@ -369,7 +369,7 @@ def resume_elsewhere(cluster: Nodes, work: Work, resumes: int, seed: int) -> Ver
     draw = random.Random(seed)
     while (left := resumes - verdict.faults["restart at another world size"]) > 0:
         with tempfile.TemporaryDirectory(prefix="reelray-faults-") as folder:
-            _chain(cluster, work, draw, min(3, left), Path(folder), verdict)
+            _chain(cluster, work, draw, min(6, left), Path(folder), verdict)
         _say("resumes", verdict)
     return verdict
 

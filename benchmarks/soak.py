@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -47,11 +48,13 @@ _OF = "memory of "
 
 def loop(config: dict[str, Any]) -> dict[str, int]:
     """Takes batches until the time is over; how many samples, and how many epochs."""
-    until = time.time() + config["seconds"]
+    until = math.inf
     samples = 0
     with get_sample_stream("train", output="numpy") as stream:
         while time.time() < until:
             for batch in stream:
+                # Processes may take long to start; what is asked for is time of streaming.
+                until = min(until, time.time() + config["seconds"])
                 samples += len(batch["index"])
                 time.sleep(config["step_s"])
                 if time.time() >= until:
@@ -114,10 +117,19 @@ def soak(minutes: float, step_s: float) -> tuple[dict[str, Any], list[dict[str, 
     """Streams for so long; the figures, and what was seen."""
     with tempfile.TemporaryDirectory(prefix="reelray-soak-") as folder:
         source = Path(folder) / "dataset"
-        make_dataset(source, MakeOptions(episodes=16, frames="40:60", cameras=2, size=(96, 128), gop=6, data_files=2, video_files=4))
+        make_dataset(source, MakeOptions(episodes=64, frames="40:60", cameras=2, size=(96, 128), gop=6, data_files=2, video_files=4))
         plan = PlanSettings(strategy="lanes", seed=3, world_size=RANKS, batch_size=8, tail="pad")
         description, _ = open_stream(source, StreamConfig(plan=plan, epochs=None, decoded_budget_gb=0.2, byte_budget_gb=0.05))
-        ray.init(address="local", num_cpus=6, object_store_memory=300_000_000, include_dashboard=False, log_to_driver=False)
+        # Ray remembers so many tasks for its dashboard; with its default of 100,000 it would go on growing for hours.
+        remembered = {"task_events_max_num_task_in_gcs": 1000}
+        ray.init(
+            address="local",
+            num_cpus=6,
+            object_store_memory=300_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            _system_config=remembered,
+        )
         manager = start_manager(PoolSettings(actors=2))
         watcher = Watcher(max(1.0, min(10.0, minutes)))
         watcher.start()
@@ -137,7 +149,8 @@ def soak(minutes: float, step_s: float) -> tuple[dict[str, Any], list[dict[str, 
             stop_services(manager)
             ray.shutdown()
     # The first and the last seconds, in which processes start and end, say nothing about the time between.
-    seen = [look for look in watcher.looks if look["processes"] == _usual(watcher.looks)]
+    working = [look for look in watcher.looks if all(_OF + kind in look for kind in ("Decoder", "RayTrainWorker"))]
+    seen = [look for look in working if look["processes"] == _usual(working)]
     return {"minutes": minutes} | delivered | {"series": slopes(seen)}, seen
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +105,8 @@ def test_a_full_object_store_changes_nothing(cluster: Nodes, work: Work, tmp_pat
     held = ray.get([hog.fill.remote(170_000_000) for hog in hogs], timeout=120)
     assert min(held) > 60_000_000
     verdict = Verdict()
-    started = time.monotonic()
     run_under(work, 32, [], lambda *_: True, verdict)
     check(verdict)
     assert verdict.worker_groups == 1
-    assert time.monotonic() - started < 200
     for hog in hogs:
         ray.kill(hog)

@@ -32,7 +32,7 @@ def test_growth_is_found(growth: float, least: float, most: float) -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(3 * 3600)
-@pytest.mark.parametrize("minutes", [pytest.param(0.7, marks=pytest.mark.soak), pytest.param(60.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("minutes", [pytest.param(0.7, marks=pytest.mark.slow), pytest.param(60.0, marks=pytest.mark.soak)])
 def test_a_long_run(tmp_path: Path, minutes: float) -> None:
     command = [
         sys.executable,
