@@ -286,6 +286,14 @@ class BatchScheduler:
         return self._demand is None or self._demand.free >= len(step) * self._per_sample
 
     def _resident(self, key: int, step: int) -> _Resident:
+        with self._changed:
+            found = self._residents.get(key)
+        if isinstance(found, _Resident):
+            return found
+        with self._counters.timed("reelray_arrival_wait_seconds"):
+            return self._awaited(key, step)
+
+    def _awaited(self, key: int, step: int) -> _Resident:
         deadline = time.monotonic() + self._budgets.stall_s
         with self._changed:
             while key not in self._residents:
@@ -374,7 +382,11 @@ class BatchScheduler:
 
     def _wait(self, future: Future[Any], key: int, step: int) -> None:
         try:
-            future.result(self._budgets.stall_s)
+            if future.done():
+                future.result()
+                return
+            with self._counters.timed("reelray_decode_wait_seconds"):
+                future.result(self._budgets.stall_s)
         except FutureTimeout:
             raise self._stalled(step, f"a decode call of episode {int(self._work.list.episode[key])} has not answered") from None
         except ReelrayError as error:

@@ -23,6 +23,8 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "reelray_fetch_seconds": "Seconds spent reading payload and rows.",
         "reelray_decode_cpu_seconds": "CPU seconds spent decoding and converting pictures.",
         "reelray_assemble_seconds": "Seconds spent gathering batches.",
+        "reelray_arrival_wait_seconds": "Seconds that the batch which was due waited for a unit to be read.",
+        "reelray_decode_wait_seconds": "Seconds that the batch which was due waited for its pictures to be decoded.",
         "reelray_wait_seconds": "Seconds the training loop waited for a batch.",
         "reelray_retries": "Pieces of work done again after a fault.",
         "reelray_quarantined": "Pieces of work given up because they kept killing their worker.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -395,3 +396,28 @@ def test_what_cannot_be_held_whole_is_decoded_sample_by_sample_at_its_cost(tmp_p
             amplification[mode] = stream.counters.totals()["reelray_pictures_decoded"] / delivered
     assert amplification["once"] == 1
     assert amplification["on_demand"] > 3
+
+
+def test_waits_of_the_batch_that_is_due_are_counted_by_what_it_waits_for(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=4, lane_frames=4)
+
+    class Slow(LocalFeed):
+        def units(self, wanted: Any, counters: Any, credits: Any) -> Iterator[Any]:
+            for arrival in super().units(wanted, counters, credits):
+                time.sleep(0.05)
+                yield arrival
+
+    class Lazy(InlineDecoding):
+        def submit(self, *call: Any) -> Any:
+            self._pool.submit(time.sleep, 0.05)
+            return super().submit(*call)
+
+    def waits(feed: LocalFeed, decoding: type[InlineDecoding]) -> tuple[float, float]:
+        with SampleStream(description, 0, 1, feed, lambda counters: decoding(1, "here", counters), decoded_bytes=64 << 20) as stream:
+            assert sum(len(batch["index"]) for batch in stream)
+            totals = stream.counters.totals()
+        return totals["reelray_arrival_wait_seconds"], totals["reelray_decode_wait_seconds"]
+
+    # How long is a matter of the machine; that there is a wait, and of which kind, is not.
+    assert waits(Slow(description.job), InlineDecoding)[0] > 0
+    assert waits(LocalFeed(description.job), Lazy)[1] > 0
