@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import ray
 from benchmarks.faults import Nodes, Work, nodes
 from train_integration.ledger import start_ledger
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RAYS = ("PlacementGroupCleaner", "_AutoscalingCoordinatorActor", "_UsageCollectionActor", "DataUsageCollectionActor", "_StatsActor")
 """Actors that Ray keeps for a whole cluster once a job has trained or read data; they outlive every job by design."""
@@ -127,7 +128,25 @@ def _driver(cluster: Nodes, work: Work, folder: Path, ledger: str) -> subprocess
         )
 
 
-def _nothing_left(cluster: Nodes, scratch: Path, before: Left, timeout_s: float = 60.0) -> None:
+@contextmanager
+def _killed_at_last(driver: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A driver that a failing test does not leave to the next one."""
+    try:
+        yield driver
+    finally:
+        driver.kill()
+        driver.wait(timeout=20)
+
+
+def _until(reached: Callable[[], bool], driver: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not reached():
+        assert driver.poll() is None, (folder / "log").read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _nothing_left(cluster: Nodes, scratch: Path, before: Left, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while (more := Left.look(cluster, scratch).beyond(before)) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -140,18 +159,14 @@ def test_nothing_is_left_of_a_training_run(cluster: Nodes, work: Work, scratch: 
     ledger = start_ledger(name)
     ray.get(ledger.progress.remote())
     before = Left.look(cluster, scratch)
-    driver = _driver(cluster, work, tmp_path, name)
-    deadline = time.monotonic() + 120
-    while ray.get(ledger.progress.remote())["rows"] < 60:
-        assert driver.poll() is None, (tmp_path / "log").read_text()[-2000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    # What is there while it runs is what must be gone afterwards.
-    during = Left.look(cluster, scratch)
-    assert {"actors", "processes", "shared"} <= set(during.beyond(before))
-    assert during.kinds >= SERVICES
-    driver.send_signal(getattr(signal, ending))
-    driver.wait(timeout=120)
+    with _killed_at_last(_driver(cluster, work, tmp_path, name)) as driver:
+        _until(lambda: ray.get(ledger.progress.remote())["rows"] >= 60, driver, tmp_path)
+        # What is there while it runs is what must be gone afterwards.
+        during = Left.look(cluster, scratch)
+        assert {"actors", "processes", "shared"} <= set(during.beyond(before))
+        assert during.kinds >= SERVICES
+        driver.send_signal(getattr(signal, ending))
+        driver.wait(timeout=240)
     _nothing_left(cluster, scratch, before)
     ray.kill(ledger)
     if ending == "SIGTERM":
@@ -167,15 +182,10 @@ def test_nothing_is_left_of_a_delivery(cluster: Nodes, work: Work, scratch: Path
     command = [sys.executable, "-m", "reelray.cli", "stream", work.root, *options]
     environment = os.environ | {"RAY_ADDRESS": str(cluster.cluster.address)}
     with (tmp_path / "log").open("w") as log:
-        driver = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=log, stderr=log)
-    if killed:
-        deadline = time.monotonic() + 120
-        while not Left.look(cluster, scratch).kinds >= {"_Manager", "Decoder"}:
-            assert driver.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        driver.kill()
-        driver.wait(timeout=20)
-    else:
-        assert driver.wait(timeout=150) == 0, (tmp_path / "log").read_text()[-2000:]
+        started = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=log, stderr=log)
+    with _killed_at_last(started) as driver:
+        if killed:
+            _until(lambda: Left.look(cluster, scratch).kinds >= {"_Manager", "Decoder"}, driver, tmp_path)
+        else:
+            assert driver.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-2000:]
     _nothing_left(cluster, scratch, before)
