@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
+import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ class PayloadCache:
     def _read(self, path: Path) -> bytes | None:
         data: bytes | None = None
         with contextlib.suppress(OSError):
-            stored = path.read_bytes()
+            stored = _content(path)
             if stored[: len(_MAGIC)] == _MAGIC and xxhash.xxh3_128_digest(stored[_HEADER:]) == stored[len(_MAGIC) : _HEADER]:
                 data = stored[_HEADER:]
                 os.utime(path)
@@ -146,7 +147,7 @@ class PayloadCache:
 
     def _total(self) -> int:
         try:
-            return max(0, int((self.directory / "total").read_bytes()))
+            return max(0, int(_content(self.directory / "total")))
         except (OSError, ValueError):
             return sum(size for _, size, _ in self._files())
 
@@ -154,8 +155,8 @@ class PayloadCache:
         found: list[tuple[float, int, Path]] = []
         for path in self.directory.glob("??/*"):
             with contextlib.suppress(OSError):
-                stat = path.stat()
-                found.append((stat.st_mtime, stat.st_size, path))
+                about = path.stat()
+                found.append((about.st_mtime, about.st_size, path))
         return found
 
     def _evict(self, goal: float) -> int:
@@ -168,6 +169,12 @@ class PayloadCache:
                 path.unlink()
                 total -= size
         return total
+
+
+def _content(path: Path) -> bytes:
+    # Without blocking: opening a pipe would wait for a writer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
 
 
 class CachedStore(WrappedStore):

@@ -49,6 +49,25 @@ def test_damage_counts_as_absence(tmp_path: Path) -> None:
         assert list(tmp_path.glob("??/*")) == []
 
 
+def test_foreign_files_in_it_are_no_payload(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "v").write_bytes(BODY)
+    cache = PayloadCache(tmp_path / "c", 10**6)
+    store = CachedStore(LocalStore.at(tmp_path / "ds"), cache)
+    assert store.read_ranges("v", [(0, 100)]) == [BODY[:100]]
+    (kept,) = (tmp_path / "c").glob("??/*")
+    name = kept.name.split("-")[0]
+    for foreign in ("0-" + "9" * 30, "50-20", "0-100-7", "a-b", "-5-10", "0-4096", "\u0661-\u0669", "200-300 "):
+        kept.with_name(f"{name}-{foreign}").write_bytes(b"x")
+    kept.with_name(f"{name}-100-2000").mkdir()
+    os.mkfifo(kept.with_name(f"{name}-2000-3000"))
+    kept.with_name(f"{name}-3000-3500").symlink_to(kept.with_name(f"{name}-3000-3500"))
+    for total in (b"9" * 5000, b"-7", b"x", b"9" * 15):
+        (tmp_path / "c" / "total").write_bytes(total)
+        assert store.read_ranges("v", [(0, 4096)]) == [BODY[:4096]]
+    assert cache.put("more", b"abc"), "a total that is wrong is counted anew"
+
+
 def test_the_bound_holds_and_the_oldest_goes_first(tmp_path: Path) -> None:
     cache = PayloadCache(tmp_path, 1000)
     for number in range(20):

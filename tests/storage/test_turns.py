@@ -33,13 +33,14 @@ def _numbers(pieces: Sequence[ByteRange]) -> list[int]:
     return [number for start, stop in pieces for number in range(start, stop)]
 
 
+@settings(deadline=None)
 @given(ranges, st.lists(ranges, max_size=6))
 def test_a_range_without_others(wish: ByteRange, holes: list[ByteRange]) -> None:
     left = _numbers(without(wish, holes))
     assert left == sorted(set(range(*wish)) - set(_numbers(holes)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.lists(ranges, max_size=4), st.booleans()), max_size=12))
 def test_nothing_is_fetched_by_two_and_nothing_is_forgotten(steps: list[tuple[list[ByteRange], bool]]) -> None:
     turns, open_turns = FetchTurns(), list[Turn]()
