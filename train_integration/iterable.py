@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ingest.errors import CursorError, SettingsError
 from ingest.plan import Cursor, EpochPlan, plan_epoch
+from ingest.settings import distributed_rank
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamDescription
@@ -38,12 +38,7 @@ def rank_and_world_size() -> tuple[int, int]:
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    texts = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    try:
-        rank, world_size = (int(text) for text in texts)
-    except ValueError:
-        raise SettingsError(f"RANK and WORLD_SIZE must be whole numbers, found {texts[0]!r} and {texts[1]!r}") from None
-    return checked_rank(rank, world_size)
+    return distributed_rank()
 
 
 def checked_rank(rank: int, world_size: int) -> tuple[int, int]:
@@ -107,8 +102,11 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         self._cursor: Cursor | None = None
         self._logical: int | None = None
         self._position: Cursor | None = None
-        self._epoch = 0
-        # Iterations that each loader worker began; shared, because workers come and go with every iteration.
+        # Whether this copy's share of the iteration is over, and whether it was in the state that it goes on from.
+        self._over = self._was_over = False
+        # Epoch that each loader worker begins with, and iterations that it began since; shared, because workers come and go
+        # with every iteration, and what one of them is told the one after it has to know.
+        self._first = torch.zeros(_MOST_WORKERS, dtype=torch.int64).share_memory_()
         self._begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64).share_memory_()
         # Workers of the loader that iterates, for the copy in the training process; -1 while nobody did.
         self._loader = torch.full((1,), -1, dtype=torch.int64).share_memory_()
@@ -116,7 +114,7 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
     @property
     def epoch(self) -> int:
         """Epoch of the iteration that was begun last, or that comes first."""
-        return self._epoch + max(0, int(self._begun.max()) - 1)
+        return int((self._first + (self._begun - 1).clamp(min=0)).max())
 
     def set_epoch(self, epoch: int) -> None:
         """Begins the next iteration at the start of an epoch.
@@ -126,8 +124,9 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         """
         if epoch < 0:
             raise SettingsError(f"epoch must be non-negative, found {epoch}")
-        self._epoch, self._cursor, self._logical, self._position = epoch, None, None, None
-        self._begun.zero_()
+        self._cursor = self._logical = self._position = None
+        self._over = self._was_over = False
+        self._begin_with(epoch)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """The position, small and ready for JSON.
@@ -142,9 +141,12 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
             # A resumed iteration begins at the state's batch.
             position = self._after(position, batches)
         else:
-            position = self._position or self._start(self.epoch, self._workers_of(info)).cursor
+            position = self._position or self._start(self._following(info), self._workers_of(info)).cursor
         state: dict[str, Any] = {"version": STATE_VERSION, "cursor": json.loads(position.to_json())}
-        return state if info is None or info.num_workers < 2 else state | {"worker": self._logical}
+        if info is None:
+            return state
+        # Loaders save what has changed in a state, and may keep a key that goes: this one is always there.
+        return state | {"over": self._over} | ({} if info.num_workers < 2 else {"worker": self._logical})
 
     def _after(self, start: Cursor, batches: int) -> Cursor:
         plan = plan_epoch(self._description.units, self._settings(start.segments[-1].topology.workers), start)
@@ -159,24 +161,45 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         if state.get("version") != STATE_VERSION or "cursor" not in state:
             raise CursorError(f"stream state: expected version {STATE_VERSION} with a cursor, found {sorted(state)}")
         cursor = Cursor.from_json(json.dumps(state["cursor"]))
-        self._epoch, self._cursor, self._position = cursor.epoch, cursor, cursor
+        self._cursor = self._position = cursor
         self._logical = state.get("worker")
-        self._begun.zero_()
+        # Others may have batches of that iteration left, while this worker has none.
+        self._over = self._was_over = bool(state.get("over"))
+        self._begin_with(cursor.epoch)
+
+    def _following(self, info: Any) -> int:
+        """Epoch that a copy which has not begun any begins with."""
+        slot = 0 if info is None else info.id
+        return int(self._first[slot] + self._begun[slot])
+
+    def _begin_with(self, epoch: int) -> None:
+        """Makes an epoch the next one: of the calling loader worker, or of all where none calls."""
+        info = get_worker_info()
+        own = slice(None) if info is None else slice(info.id, info.id + 1)
+        self._first[own] = epoch
+        self._begun[own] = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        info = get_worker_info()
+        if self._was_over:
+            self._was_over = False
+            return iter(())
+        self._over = False
+        return self._deliver(get_worker_info())
+
+    def _deliver(self, info: Any) -> Iterator[dict[str, Any]]:
         slot = 0 if info is None else info.id
-        workers = self._workers_of(info)
-        begun = int(self._begun[slot])
+        workers, epoch, begun = self._workers_of(info), self._following(info), int(self._begun[slot])
         self._begun[slot] += 1
         self._loader[0] = -1 if info is None else info.num_workers
         resumed = begun == 0 and self._cursor is not None
-        plan = self._start(self._epoch + begun, workers)
+        plan = self._start(epoch, workers)
         worker = None if workers < 2 else self._consumer(plan, slot, workers, resumed)
         ranked = plan.rank(self.rank)
         self._logical = worker
         if worker is not None and worker >= ranked.workers:
+            self._end(plan, info)
             return
+        self._position = plan.cursor
         if self._description.config.plan.tail == "pad" and ranked.workers > 1:
             raise SettingsError("tail 'pad' with several DataLoader workers has no common order: use exact or drop_tail, or fewer workers")
         description = self._local(workers)
@@ -194,20 +217,24 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         )
         with stream:
             for batch in stream:
-                yield from self._handed_out(stream, batch)
-        self._position = plan.cursor.next_epoch()
+                yield from self._handed_out(stream, batch, info)
+        self._end(plan, info)
 
-    def _handed_out(self, stream: SampleStream, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        after = stream.cursor()
+    def _end(self, plan: EpochPlan, info: Any) -> None:
+        self._position = plan.cursor.next_epoch()
+        self._over = info is not None
+
+    def _handed_out(self, stream: SampleStream, batch: dict[str, Any], info: Any) -> Iterator[dict[str, Any]]:
+        after, over = stream.cursor(), info is not None and stream.cursor().epoch != stream.epoch
         if self._batched:
-            self._position = after
+            self._position, self._over = after, over
             yield batch
             return
         padded = self._description.config.plan.tail == "pad"
         size = len(batch["is_pad"])
         for place in range(size):
             if place == size - 1:
-                self._position = after
+                self._position, self._over = after, over
             yield {key: value[place] for key, value in batch.items() if padded or key != "is_pad"}
 
     def _consumer(self, plan: EpochPlan, slot: int, workers: int, resumed: bool) -> int:

@@ -127,7 +127,7 @@ def test_rank_and_world_size_come_from_the_environment(small: Path, monkeypatch:
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert rank_and_world_size() == (1, 3)
     assert EpisodeIterableDataset(description).world_size == 3
-    for rank, world, match in (("3", "3", "rank 3"), ("-1", "2", "rank -1"), ("0", "0", "world_size 0"), ("x", "1", "whole numbers")):
+    for rank, world, match in (("3", "3", "RANK=3"), ("-1", "2", "RANK=-1"), ("0", "0", "WORLD_SIZE=0"), ("x", "1", "whole numbers")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", world)
         with pytest.raises(SettingsError, match=match):
