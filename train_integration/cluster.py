@@ -7,9 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import ray
+
+from ingest.errors import ResourceUnavailableError
 
 _LOG = logging.getLogger("reelray.cluster")
 
@@ -22,6 +25,9 @@ def ray_session(*, cpus: float | None = None, address: str | None = None) -> Ite
         cpus: logical CPUs of a local cluster, at least; they may exceed the machine's, since trainers and decoders mostly wait
             for each other.
         address: cluster to join; None joins ``RAY_ADDRESS`` or an initialised session, and else starts a local one.
+
+    Raises:
+        ResourceUnavailableError: Ray does not start, or no cluster answers.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     # Ray's own threads print warnings to standard output, which belongs to the report of the command.
@@ -36,19 +42,18 @@ def ray_session(*, cpus: float | None = None, address: str | None = None) -> Ite
 @contextlib.contextmanager
 def _connected(cpus: float | None, address: str | None) -> Iterator[None]:
     target = address or os.environ.get("RAY_ADDRESS")
-    if target is not None:
-        ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
-    else:
-        present = os.cpu_count() or 1
-        store = int(min(2 << 30, max(256 << 20, psutil.virtual_memory().total * 0.1)))
-        ray.init(
-            address="local",
-            num_cpus=max(present, int(cpus or 0)),
-            object_store_memory=store,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+    present = os.cpu_count() or 1
+    local: dict[str, Any] = {
+        "num_cpus": max(present, int(cpus or 0)),
+        "object_store_memory": int(min(2 << 30, max(256 << 20, psutil.virtual_memory().total * 0.1))),
+        "include_dashboard": False,
+    }
+    try:
+        ray.init(address=target or "local", log_to_driver=False, logging_level=logging.WARNING, **({} if target is not None else local))
+    # Ray raises plain exceptions of many kinds here.
+    except Exception as error:
+        what = "a local Ray cluster cannot be started" if target is None else f"the Ray cluster at {target} cannot be joined"
+        raise ResourceUnavailableError(f"{what}: {error}") from error
     try:
         yield
     finally:

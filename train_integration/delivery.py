@@ -20,15 +20,16 @@ from ray.exceptions import RayError, RayTaskError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from actors.manager import PoolSettings, start_manager, stop_services
+from actors.manager import PoolSettings, stop_services
 from actors.resources import wait_for_resources
 from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
 from ingest.errors import CursorError, DamagedDataError, ReelrayError
 from ingest.language.stage import stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch
+from ingest.storage.atomic import write_atomic
 from train_integration.clamping import log_clamped_workers
-from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
+from train_integration.config import EpisodeDataConfig, RankShard, node_services, placeholder, publish_stream
 from train_integration.ledger import OrderRecord, Rows, start_ledger
 from train_integration.mixtures import Mixture
 from train_integration.options import StreamDescription
@@ -190,7 +191,7 @@ def deliver_through_ray(
     plan = plan_epoch(description.units, settings, cursor, epoch=epoch)
     log_clamped_workers(plan)
     wait_for_resources({"CPU": float(world_size)}, f"{world_size} Train workers of 1 CPU")
-    manager = start_manager(pool) if description.config.decode == "pool" else None
+    description, manager = node_services(description, pool)
     own = start_ledger() if ledger is None else None
     ledger = own if ledger is None else ledger
     shared = replace(description, config=replace(description.config, plan=settings, epochs=1))
@@ -306,10 +307,7 @@ def _deliver_rank(shard: RankShard, cursor: Cursor, ledger: Any, attempt: int, *
 
 def write_cursor(path: Path, cursor: Cursor) -> None:
     """Writes a cursor file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(cursor.to_json() + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_atomic(path, f"{cursor.to_json()}\n".encode())
 
 
 def read_cursor(path: Path) -> Cursor:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from actors.resources import beside_caller
 from ingest.engine.counters import merge_counts
+from ingest.storage.atomic import write_atomic
 
 ORDER_SCHEMA: dict[str, np.dtype[Any]] = {
     "dataset": np.dtype(np.int32),
@@ -130,10 +131,9 @@ def order_table(columns: Rows) -> pa.Table:
 
 def write_order(path: Path, columns: Rows) -> None:
     """Writes an order file as parquet, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    pq.write_table(order_table(columns), temporary)
-    temporary.replace(path)
+    sink = pa.BufferOutputStream()
+    pq.write_table(order_table(columns), sink)
+    write_atomic(path, sink.getvalue())
 
 
 class _Ledger:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from ingest.storage.atomic import write_atomic
+
 _COLOURS = ("#0b6e99", "#c4501b", "#4f8a10", "#7b3f98", "#8a6d00")
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c1e21;background:#fff}
@@ -89,10 +91,9 @@ def line_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: st
 def write_page(path: Path, title: str, sections: Mapping[str, str]) -> Path:
     """Writes the page. Section bodies are HTML made by this module; titles are plain text."""
     body = "".join(f"<h2>{escape(name)}</h2>{html}" for name, html in sections.items())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
+    page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{body}</html>\n",
-        encoding="utf-8",
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{body}</html>\n"
     )
+    write_atomic(path, page.encode())
     return path

@@ -14,6 +14,8 @@ from ingest.errors import SelectionError, SettingsError
 from ingest.lerobot.info import Info
 
 DEFAULT_TOLERANCE_S = 1e-4
+_MOST_FRAMES = 1 << 40
+"""Frames between an anchor and what its window asks for, at most: far more than any episode has, and no sum overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Windows:
             if not values:
                 raise SettingsError(f"delta_timestamps[{key!r}] is empty; give at least one offset in seconds, or leave the key out")
             frames = [round(value * fps) for value in values]
+            if max(map(abs, frames)) > _MOST_FRAMES:
+                raise SettingsError(f"delta_timestamps[{key!r}] asks for {max(map(abs, values)):.6g} s away; no episode is that long")
             off_grid = [value for value, frame in zip(values, frames, strict=True) if abs(value * fps - frame) / fps > tolerance_s]
             if off_grid:
                 offenders.append(f"{key}: {', '.join(f'{value:.6g}' for value in off_grid)}")

@@ -18,6 +18,7 @@ from reelray.commands.common import (
     ReadArguments,
     RecipeArguments,
     Source,
+    check_outputs,
     human_bytes,
     language_report,
     print_facts,
@@ -74,6 +75,7 @@ class Plan:
 
         if self.max_steps is not None and self.max_steps < 0:
             raise SettingsError(f"max_steps must be 0 or more, found {self.max_steps}")
+        check_outputs(order=self.order, cursor_out=self.cursor_out, html=self.html)
         order = self.order_options
         config = StreamConfig(
             plan=order.settings(),
@@ -87,11 +89,6 @@ class Plan:
         description, dataset = open_described(self.src, config, **self.read.keywords())
         cursor = None if self.cursor_in is None else read_cursor(self.cursor_in)
         plan = plan_epoch(description.units, description.with_topology(world_size=order.ranks), cursor, epoch=order.epoch)
-        if self.order is not None:
-            write_order(self.order, order_columns(plan, description, max_steps=self.max_steps, rank=order.dp_rank))
-        if self.cursor_out is not None:
-            reached = plan.steps if self.max_steps is None else min(plan.steps, plan.cursor.batches + self.max_steps)
-            write_cursor(self.cursor_out, plan.cursor_at(reached))
         report = report_plan(plan, peaks=self.peaks)
         runs: list[RankRun] = []
         if self.bandwidth_mbps is not None:
@@ -102,6 +99,11 @@ class Plan:
                 step_s=self.step_s,
                 cameras=len(dataset.spec.cameras),
             )
+        if self.order is not None:
+            write_order(self.order, order_columns(plan, description, max_steps=self.max_steps, rank=order.dp_rank))
+        if self.cursor_out is not None:
+            reached = plan.steps if self.max_steps is None else min(plan.steps, plan.cursor.batches + self.max_steps)
+            write_cursor(self.cursor_out, plan.cursor_at(reached))
         if self.html is not None:
             write_plan_page(self.html, f"Plan of {self.src}", plan, report, runs)
         if self.json:

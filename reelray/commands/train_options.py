@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ingest.errors import SettingsError
+from ingest.lerobot.selection import parse_episodes
 from reelray.commands.common import Strategy
 
 _LOG = logging.getLogger("reelray.train")
@@ -90,6 +91,10 @@ class DatasetArguments:
             "max_num_shards",
         )
         require_positive(self, positive, "dataset.")
+        chosen = [] if self.episodes is None else parse_episodes(self.episodes)
+        twice = sorted({number for number in chosen if chosen.count(number) > 1})
+        if twice:
+            raise SettingsError(f"dataset.episodes names {', '.join(map(str, twice))} more than once: name every episode once")
         if self.streaming_prefetch_episodes < 0:
             raise SettingsError(f"dataset.streaming_prefetch_episodes must be non-negative, found {self.streaming_prefetch_episodes}")
         if self.eval_split:
@@ -158,5 +163,3 @@ def explain(dataset: DatasetArguments, loader: LoaderArguments) -> None:
         for name, reason in reasons.items():
             if getattr(part, name) != defaults[name]:
                 _LOG.info("%s%s has no effect here: %s", prefix, name, reason)
-    if dataset.streaming and dataset.streaming_decode_threads != 2:
-        _LOG.info("dataset.streaming_decode_threads has no effect here: the node's decode actors decode (decode_actors)")
