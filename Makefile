@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The S3 test server keeps its own environment: its dependencies and fsspec's S3 client do not go together.
 MOTO := .venvs/moto
+# LeRobot, whose loaders are measured beside reelray's, needs other versions of what both use.
+LEROBOT := .venvs/lerobot
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: demo demo-prefeature test slow lint bench wheel clean
+.PHONY: demo demo-prefeature test slow lint bench figures wheel clean
 
 demo: $(VENV)/.run
 	$(BIN)/reelray demo --output outputs/demo
@@ -29,6 +31,10 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.stream
 
+# Runs every benchmark (about three quarters of an hour) and writes the tables of the documents anew.
+figures: $(VENV)/.run $(LEROBOT)/.ready
+	$(BIN)/python -m benchmarks
+
 wheel: $(VENV)/.dev
 	$(BIN)/python -m build --wheel --outdir dist
 
@@ -47,6 +53,10 @@ $(VENV)/.dev: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
 $(MOTO)/.ready: | $(VENV)/bin/python
 	$(PYTHON) -m venv $(MOTO)
 	$(MOTO)/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server,s3]'
+	touch $@
+
+$(LEROBOT)/.ready: benchmarks/lerobot_env.py | $(VENV)/.run
+	$(BIN)/python -m benchmarks.lerobot_env $(LEROBOT)
 	touch $@
 
 clean:

@@ -137,6 +137,9 @@ def parse(words: list[str]) -> None:
     modules = {"train_integration.train": "train", "actors.build_sidecars": None, "reelray.cli": None}
     if words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2]) is not None, words[2]
+        if words[2].startswith("benchmarks."):
+            source = (ROOT / f"{words[2].replace('.', '/')}.py").read_text(encoding="utf-8")
+            assert {word for word in words[3:] if word.startswith("--")} <= set(re.findall(r'add_argument\("(--[\w-]+)"', source)), words
         if words[2] not in modules:
             return
         words = [*([modules[words[2]]] if modules[words[2]] else []), *words[3:]]
@@ -159,6 +162,8 @@ def test_shell_commands_are_right(block: str) -> None:
             words = words[words.index("--") + 1 :]
         if words[0] == "reelray" or words[:2] == ["python", "-m"]:
             parse(words)
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), words
         for word in words:
             if word.startswith(("cluster/", "docs/", "examples/", "benchmarks/")) and "=" not in word:
                 assert (ROOT / word).exists(), word

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -60,17 +61,37 @@ def test_links_lead_somewhere(name: str) -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_options_that_are_named_exist(name: str) -> None:
+@pytest.fixture(scope="module")
+def options() -> set[str]:
+    """Every option that documents may name, with ``_``."""
     from actors.build_sidecars import BuildSidecars
     from train_integration.jobs import Jobs
 
     # The reference is generated, and tested to be current.
     known = set(re.findall(r"`--([\w.-]+)`", _text("docs/reference.md").replace("-", "_").replace("`__", "`--")))
     known |= {field.name for command in (BuildSidecars, Jobs) for field in fields(command)}
-    others = {"object_store_memory", "shm_size", "dashboard_agent_listen_port", "build_arg"}
-    programs = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "train_integration" / "demo_prefeature.py"]
-    for program in programs:
+    for program in [*(ROOT / "benchmarks").glob("*.py"), ROOT / "train_integration" / "demo_prefeature.py"]:
         known |= {name.replace("-", "_") for name in re.findall(r'add_argument\("--([\w-]+)"', program.read_text(encoding="utf-8"))}
+    return known | {"help", "object_store_memory", "shm_size", "dashboard_agent_listen_port", "build_arg"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_options_that_are_named_exist(name: str, options: set[str]) -> None:
     for option in re.findall(r"`--([a-z](?:[\w.-]*\w)?)(?![\w.])", _text(name)):
-        assert option.replace("-", "_") in known | others, option
+        assert option.replace("-", "_") in options, option
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_that_are_named_exist(name: str, options: set[str]) -> None:
+    from reelray.cli import COMMANDS, _split
+
+    text = re.sub(r"^```.*?^```", "", _text(name), flags=re.MULTILINE | re.DOTALL)
+    for program, rest in re.findall(r"`(reelray|python -m) ([a-z][^`\n]*)`", text):
+        words = rest.replace("\\|", "|").replace("|", " ").split()
+        if program == "reelray":
+            assert _split(words)[0] is not None or (words[1:] == ["…"] and any(name.startswith(words[0]) for name in COMMANDS)), rest
+        else:
+            assert importlib.util.find_spec(words[0]) is not None, rest
+        for word in words:
+            if word.startswith("--") and word != "--":
+                assert word[2:].partition("=")[0].replace("-", "_") in options, rest
