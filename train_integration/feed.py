@@ -81,15 +81,16 @@ class RayFeed:
             tasks = len(datasource.get_read_tasks(1))
             dataset: Any = ray.data.read_datasource(datasource, num_cpus=0, override_num_blocks=tasks, concurrency=_READ_TASKS)
             dataset._set_uuid(next(self.ids))
-        iterator: Any = dataset.iterator()
-        # With prefetching, Ray keeps a row back until the next one is there, and that one may need the room that this one takes.
-        batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-        for table in batches:
-            for row in range(table.num_rows):
-                units, counts = unpack_row(table, row)
-                counters.merge(counts)
-                grants.arrived(units[-1][0])
-                yield from units
+        # Blocks as they come: Ray's batches keep a row back until the next one is there, and that one may need the room that this
+        # one takes; without prefetching they leave a thread behind for every execution.
+        for bundle in dataset.iter_internal_ref_bundles():
+            for block in bundle.blocks:
+                table: Any = ray.get(block.ref)
+                for row in range(table.num_rows):
+                    units, counts = unpack_row(table, row)
+                    counters.merge(counts)
+                    grants.arrived(units[-1][0])
+                    yield from units
 
     def await_readers(self, timeout_s: float) -> bool:
         return bool(ray.wait([self.gate.asked.remote()], timeout=timeout_s)[0])

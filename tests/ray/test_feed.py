@@ -45,3 +45,17 @@ def test_the_last_unit_that_the_budget_holds_arrives(streamed: Path) -> None:
     threading.Thread(target=read, daemon=True).start()
     assert ended.wait(120), f"only {arrived} arrived"
     assert arrived == list(range(count))
+
+
+def test_reading_again_and_again_leaves_no_thread_behind(streamed: Path) -> None:
+    description, _ = open_stream(streamed, StreamConfig())
+    units = description.units
+    nbytes = np.full(len(units.episode), EACH, np.int64)
+    wanted = UnitList(np.arange(len(nbytes)), units.dataset, units.episode, units.lo, units.hi, nbytes)
+    feed = RayFeed(ray.put(description.job), 64 << 20)
+    threads: list[set[int | None]] = []
+    for _ in range(4):
+        credits = UnitCredits(ByteLedger(len(nbytes) * EACH), nbytes)
+        assert len(list(feed.units(wanted, Counters(), credits))) == len(nbytes)
+        threads.append({thread.ident for thread in threading.enumerate() if thread.name == "Prefetcher"})
+    assert threads == [set()] * 4
