@@ -23,13 +23,13 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from actors.manager import PoolSettings, start_manager, stop_services
+from actors.manager import PoolSettings, stop_services
 from ingest.engine.counters import Counters
 from ingest.engine.dataset import Dataset
 from ingest.errors import BenchmarkError, SettingsError
 from ingest.plan import EpochPlan, plan_epoch
 from train_integration.ceiling import CeilingFigures, measure_ceiling
-from train_integration.config import EpisodeDataConfig, RankShard, placeholder, publish_stream
+from train_integration.config import EpisodeDataConfig, RankShard, node_services, placeholder, publish_stream
 from train_integration.options import StreamDescription
 from train_integration.process_usage import ProcessTree, Usage, machine
 
@@ -291,8 +291,8 @@ def measure_stream(
         BenchmarkError: a rank ended without telling what it got.
     """
     settings = description.with_topology(world_size=world_size)
+    description, manager = node_services(description, pool)
     shared = replace(description, config=replace(description.config, plan=settings, epochs=1))
-    manager = start_manager(pool) if description.config.decode == "pool" else None
     gate: Any = ray.remote(_Gate).options(num_cpus=0).remote(world_size, os.getpid())
     handles = publish_stream(shared, manager, max_steps=max_steps)
     with TemporaryDirectory(prefix="reelray-bench-") as folder:
@@ -339,8 +339,6 @@ def _consume(config: dict[str, Any]) -> None:
     with shard.open(output="numpy") as stream:
         spec = stream.description.job.spec
         per_sample = sum(spec.windows.size(camera) or 1 for camera in spec.cameras)
-        if shard.handles.manager is not None:
-            ray.get(shard.handles.manager.decode_pool.remote(ray.get_runtime_context().get_node_id()))
         # A training job loads its model meanwhile, a measurement has nothing to load.
         stream.prepare(timeout_s=60.0)
         ray.get(gate.begin.remote())

@@ -6,6 +6,7 @@ gets its rank, the world size and references to what was described once; it buil
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -16,11 +17,12 @@ import ray.train
 from ray.actor import ActorHandle
 from ray.train import DataConfig
 
+from actors.manager import PoolSettings, start_manager
 from actors.node_cache import node_index, node_payload
 from actors.pool_client import DecodePoolClient
 from actors.slab import SlabHandle
 from ingest.engine.counters import Counters
-from ingest.errors import ResourceUnavailableError, SettingsError
+from ingest.errors import SettingsError
 from ingest.plan import Cursor
 from train_integration.decoding import DecodeBackend, InlineDecoding, PoolDecoding
 from train_integration.feed import RayFeed
@@ -28,6 +30,9 @@ from train_integration.options import StreamDescription, decoded_budget_bytes
 from train_integration.stream import SampleStream
 
 _MIN_OBJECT_STORE_BYTES = 64 << 20
+_FEW_CPUS = 2
+"""CPUs for each rank of a node up to which ``auto`` lets the ranks decode: an actor costs a process and a message for every call."""
+
 _WARM_S = 30.0
 """Seconds that decoders may take to map a stream's memory ahead; those that take longer map it when they need it."""
 
@@ -39,7 +44,7 @@ class StreamHandles:
     Attributes:
         description: the `StreamDescription`.
         job: its `ReadJob`, apart, because read tasks need nothing else.
-        manager: the service manager, or None for inline decoding.
+        manager: the service manager, or None where there are no node services: each rank then decodes itself.
         location: dataset location, for messages.
         cursor: where a run without a checkpoint starts, as JSON; None for the start.
         max_steps: end each epoch after that many batches; None delivers it whole.
@@ -51,6 +56,23 @@ class StreamHandles:
     location: str
     cursor: str | None = None
     max_steps: int | None = None
+
+
+def node_services(description: StreamDescription, pool: PoolSettings | None) -> tuple[StreamDescription, ActorHandle | None]:
+    """Starts the services that a stream uses on its nodes. Call it in the driver, and `stop_services` at the end.
+
+    Args:
+        description: the stream.
+        pool: how many decode actors a node gets, and where. Where it asks for some, ``auto`` decodes in them.
+
+    Returns:
+        the stream as it will run; and the manager, or None where ranks decode and nothing else is shared.
+    """
+    if description.config.decode == "inline":
+        return description, None
+    if pool is not None and (pool.actors is not None or pool.cpu_nodes):
+        description = replace(description, config=replace(description.config, decode="pool"))
+    return description, start_manager(pool)
 
 
 def publish_stream(description: StreamDescription, manager: ActorHandle | None, **options: Any) -> StreamHandles:
@@ -105,11 +127,11 @@ class RankShard:
 
     def _backend(self, description: StreamDescription) -> Any:
         handles, config = self.handles, description.config
-        if config.decode == "inline":
-            return lambda counters: InlineDecoding(config.decode_threads, handles.location, counters)
         manager = handles.manager
-        if manager is None:
-            raise ResourceUnavailableError("this stream decodes in a pool, but was published without a service manager")
+        threads = max(1, (os.cpu_count() or 1) // self.ranks_on_node)
+        if manager is None or config.decode == "inline" or (config.decode == "auto" and threads <= _FEW_CPUS):
+            threads = config.decode_threads if config.decode == "inline" else min(threads, config.decode_threads)
+            return lambda counters: InlineDecoding(threads, handles.location, counters)
 
         # Actors start while the job loads its model, not when it asks for the first batch.
         pool = manager.decode_pool.remote(ray.get_runtime_context().get_node_id())

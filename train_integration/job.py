@@ -12,7 +12,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from actors.manager import PoolSettings, start_manager, stop_services
+from actors.manager import PoolSettings, stop_services
 from actors.resources import await_nodes, wait_for_resources
 from ingest.engine.dataset import Dataset
 from ingest.errors import SettingsError
@@ -20,7 +20,7 @@ from ingest.plan import EpochPlan, plan_epoch
 from ingest.settings import defaults_of_environment
 from train_integration.accounting import FrameAccount
 from train_integration.clamping import log_clamped_workers
-from train_integration.config import EpisodeDataConfig, placeholder, publish_stream
+from train_integration.config import EpisodeDataConfig, node_services, placeholder, publish_stream
 from train_integration.delivery import typed_cause
 from train_integration.feature_stats import feature_statistics
 from train_integration.ledger import Rows, start_ledger, write_order
@@ -163,7 +163,7 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
     wait_for_resources({name: least * amount for name, amount in each.items()}, f"{least} Train workers")
     ledger = ledger if ledger is not None else start_ledger()
     board = start_stop_board()
-    manager = start_manager(settings.pool) if description.config.decode == "pool" else None
+    description, manager = node_services(description, settings.pool)
     scaling: Any = ScalingConfig(
         num_workers=settings.world_size,  # pyright: ignore[reportArgumentType]
         elastic_resize_monitor_interval_s=settings.resize_after_s,

@@ -26,7 +26,7 @@ from ingest.storage.base import Store
 from train_integration.credits import DEFAULT_WINDOW
 from train_integration.worklist import EpisodeLengths
 
-Decode = Literal["pool", "inline"]
+Decode = Literal["auto", "pool", "inline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,11 @@ class StreamConfig:
             `ingest.language.RenderStage` with policies and key names. Frames without supervision leave the selection.
         render: injected sample stage; must pickle; it gets what the recipe renders.
         return_uint8: uint8 pictures (default) or float32 in [0, 1].
-        decode: by the node's decode actors, or by threads of the rank.
+        decode: ``pool``: by the node's decode actors; ``inline``: by threads of the rank; ``auto``: by threads where the node has
+            few CPUs for each rank, and by actors where it has more than the threads of one process make good use of.
         decode_mode: ``auto`` decodes units whole where the decoded budget holds them, those first that save most, and the others
             sample by sample; ``once`` refuses a budget that does not hold all; ``on_demand`` decodes every sample by itself.
-        decode_threads: threads of ``inline`` decoding.
+        decode_threads: most threads of ``inline`` decoding.
         decoded_budget_gb: GiB of decoded pictures per rank; None takes a share of the node's memory.
         byte_budget_gb: GiB of fetched compressed pictures per rank.
         prefetch_batches: finished batches kept ahead of the training loop.
@@ -70,7 +71,7 @@ class StreamConfig:
     recipe: RecipeLike | None = None
     render: RenderStage | None = None
     return_uint8: bool = True
-    decode: Decode = "pool"
+    decode: Decode = "auto"
     decode_mode: DecodeMode = "auto"
     decode_threads: int = 2
     decoded_budget_gb: float | None = None
@@ -93,8 +94,8 @@ class StreamConfig:
             raise SettingsError(
                 "damage 'skip_episode' and tail 'loop' exclude each other: nothing can be taken out of an order without end"
             )
-        if self.decode not in {"pool", "inline"}:
-            raise SettingsError(f"decode must be pool or inline, found {self.decode!r}")
+        if self.decode not in {"auto", "pool", "inline"}:
+            raise SettingsError(f"decode must be auto, pool or inline, found {self.decode!r}")
         if self.decode_mode not in {"auto", "once", "on_demand"}:
             raise SettingsError(f"decode_mode must be auto, once or on_demand, found {self.decode_mode!r}")
 

@@ -44,8 +44,10 @@ class Bench:
     """How often everything is measured, alternately; figures are those of the median round."""
     step_s: float = 0.0
     """Seconds that each rank spends on a batch, to imitate training."""
+    decode: Literal["auto", "pool", "inline"] = "auto"
+    """Decode in the node's actors, in threads of each rank, or in threads where a node has few CPUs for each rank."""
     decode_actors: int | None = None
-    """Decode actors per node; the node's free CPUs when unset."""
+    """Decode actors per node; the node's free CPUs when unset. With a number, ``auto`` decodes in actors."""
     decode_mode: Literal["auto", "once", "on_demand"] = "auto"
     """Decode units whole within the decoded budget and the rest sample by sample, all of them whole, or none."""
     decoded_budget_gb: float | None = None
@@ -74,6 +76,7 @@ class Bench:
             plan=order.settings(),
             read=self.read.options(),
             damage=self.read.damage,
+            decode=self.decode,
             decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=order.byte_budget_gb,

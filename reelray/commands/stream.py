@@ -49,8 +49,8 @@ class Stream:
     """Go on where this cursor file stands."""
     cursor_out: Path | None = None
     """Write the position reached to this file."""
-    decode: Literal["pool", "inline"] = "pool"
-    """Decode in the node's actors, or in threads of each rank."""
+    decode: Literal["auto", "pool", "inline"] = "auto"
+    """Decode in the node's actors, in threads of each rank, or in threads where a node has few CPUs for each rank."""
     decode_actors: int | None = None
     """Decode actors per node; the node's free CPUs when unset."""
     decode_cpus: float = 1.0

@@ -282,7 +282,7 @@ class Train:
             exclude_episodes=None if data.exclude_episodes is None else tuple(parse_episodes(data.exclude_episodes)),
             epochs=None,
             damage=self.damage,
-            decode="pool" if data.streaming else "inline",
+            decode="auto" if data.streaming else "inline",
             decode_threads=data.streaming_decode_threads,
             decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,

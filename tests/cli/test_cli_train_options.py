@@ -80,7 +80,7 @@ def test_lerobots_spelling() -> None:
     plan = config.plan
     assert (plan.strategy, plan.pool_size, plan.byte_budget, plan.workers, plan.seed) == ("round_robin", 16, 4 << 30, 2, 42)
     assert (config.byte_budget_gb, config.prefetch_batches, config.prefetch_units, config.fetch_threads) == (4, 2, 32, 2)
-    assert (config.episodes, config.return_uint8, config.decode, options.loader.persistent_workers) == ((1, 3), False, "pool", False)
+    assert (config.episodes, config.return_uint8, config.decode, options.loader.persistent_workers) == ((1, 3), False, "auto", False)
     assert parsed("--dataset.streaming=false").stream_config(1, "lanes").decode == "inline"
     assert parsed("--num_workers", 0, "--dataset.streaming_prefetch_episodes", 0).stream_config(1, "lanes").prefetch_units == 1
     assert parsed("--dataset.max_num_shards", 7).stream_config(1, "lanes").fetch_threads == 7
@@ -134,12 +134,12 @@ def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> No
     explain(DatasetArguments(), LoaderArguments())
     assert not caplog.records
     explain(
-        DatasetArguments(streaming_encoding=True, streaming_decoded_queue_size=3, video_decoder_cache_size=9, streaming_decode_threads=4),
+        DatasetArguments(streaming_encoding=True, streaming_decoded_queue_size=3, video_decoder_cache_size=9),
         LoaderArguments(persistent_workers=False, dataloader_multiprocessing_context="fork"),
     )
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 6
-    for name in ("streaming_encoding", "decoded_queue_size", "decoder_cache_size", "decode_threads", "persistent_workers", "context"):
+    assert len(told) == 5
+    for name in ("streaming_encoding", "decoded_queue_size", "decoder_cache_size", "persistent_workers", "context"):
         assert sum(name in line for line in told) == 1
 
 

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.manager import PoolSettings
+from ingest.lerobot.make import MakeOptions, make_dataset
+from ingest.plan import PlanSettings
 from reelray.cli import main
+from train_integration.benchmarking import run_bench
+from train_integration.options import Decode, StreamConfig, open_stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -53,3 +58,24 @@ def test_the_table_shows_where_time_goes(streamed: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     for expected in ("ceiling:", "decode efficiency", "CPU seconds of the stream by process", "functions of the single-process engine"):
         assert expected in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("decode", ["pool", "inline"])
+def test_no_process_holds_more_than_its_budgets_over_a_long_epoch(tmp_path: Path, decode: Decode) -> None:
+    place = tmp_path / "long"
+    make_dataset(place, MakeOptions(episodes=16, frames="120", cameras=2, size=(240, 320), gop=30, video_files=2))
+    plan = PlanSettings(strategy="lanes", batch_size=16, lanes=4)
+    config = StreamConfig(plan=plan, decode=decode, decode_threads=1, lane_frames=30, decoded_budget_gb=0.15)
+    description, dataset = open_stream(place, config)
+    measured = run_bench(dataset, description, world_size=2, pool=PoolSettings(actors=1), oracle=False).stream
+    picture = 240 * 320 * 3
+    decoded = 2 * dataset.num_frames * picture
+    assert decoded > 4 * 0.15 * 2**30
+    finished = (config.prefetch_batches + 3) * 2 * 16 * picture
+    allowed = 0.15 * 2**30 + measured.counters["reelray_compressed_bytes_peak"] + finished + 400 * 2**20
+    assert measured.peak_pss_mb * 2**20 <= allowed
+    assert measured.counters["reelray_decoded_bytes_peak"] <= 2 * 0.15 * 2**30
+    assert measured.decode_amplification <= 1.05
+    assert measured.read_amplification <= 1.1
