@@ -81,7 +81,8 @@ def measure(case: Case, source: str, rounds: int, decode: Any) -> dict[str, Any]
     plan = replace(config.plan, lanes=lanes if case.strategy == "lanes" else None)
     config = replace(config, plan=plan, lane_frames=lane_frames, decoded_budget_gb=budget / 2**30)
     description = describe_stream(dataset, config)
-    report = run_bench(dataset, description, world_size=RANKS, pool=PoolSettings(actors=ACTORS), rounds=rounds, oracle=False)
+    pool = PoolSettings(actors=ACTORS) if decode == "pool" else None
+    report = run_bench(dataset, description, world_size=RANKS, pool=pool, rounds=rounds, oracle=False)
     stream = report.stream
     print(
         f"{case.name:32s} efficiency {stream.decode_efficiency:.2f} (wall {stream.decode_efficiency_wall:.2f}), "
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/stream.json"))
     parser.add_argument("--quick", action="store_true", help="small sets, one round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--decode", choices=("pool", "inline"), default="inline", help="decode actors, or one thread of each rank")
+    parser.add_argument("--decode", choices=("auto", "pool", "inline"), default="auto", help="decode actors, or one thread of each rank")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="cases to measure; the others keep their figures")
     parser.add_argument("--dataset", nargs="*", default=[], metavar="NAME=DIR", help="datasets to measure as well")
     options = parser.parse_args()
