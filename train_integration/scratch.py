@@ -7,7 +7,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir
+from uuid import uuid4
 
 _KEEPER = 'exec 3<&0; { cat <&3; rm -rf -- "$0"; } &'
 
@@ -22,15 +23,17 @@ def scratch_folder(role: str) -> Iterator[Path]:
     Args:
         role: what the folder is for, in one word; part of its name.
     """
-    folder = mkdtemp(prefix=f"reelray-{role}-")
-    command = ["/bin/sh", "-c", _KEEPER, folder]
+    folder = Path(gettempdir()) / f"reelray-{role}-{uuid4().hex[:12]}"
+    command = ["/bin/sh", "-c", _KEEPER, str(folder)]
     # The shell that is started here ends at once; the one that waits is left to the system.
     keeper = subprocess.Popen(  # noqa: S603 - the folder is an argument, never code
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     with keeper:
         keeper.wait()
+        # Made only now that somebody is there to remove it, whenever this process is killed.
+        folder.mkdir(mode=0o700)
         try:
-            yield Path(folder)
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
