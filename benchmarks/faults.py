@@ -383,15 +383,22 @@ def _chain(cluster: Nodes, work: Work, draw: random.Random, restarts: int, folde
     kills = sorted(draw.randrange(epoch // 10, epoch * 9 // 10) for _ in range(restarts))
     for number in range(restarts + 1):
         with _driver(cluster, work, seed, world, folder, name, resume=number > 0) as alive:
-            # Rows that are delivered again count as well, so a kill may come early, never too late.
-            _until(lambda number=number: _committed(ledger, 1) > 0 or (number < restarts and _committed(ledger, 0) >= kills[number]), alive)
+            before = _groups(ledger)
+
+            def reached(number: int = number, before: int = before) -> bool:
+                if number == restarts:
+                    return _committed(ledger, 1) > 0
+                # Only a driver whose ranks have begun is killed; rows that they deliver again count as well.
+                return _groups(ledger) > before and _committed(ledger, 0) >= kills[number]
+
+            _until(reached, alive)
         print(f"driver {number + 1} of {restarts + 1} with {world} ranks: killed after {time.perf_counter() - start:.0f} s", flush=True)
         if number < restarts:
             verdict.faults["driver"] += 1
             verdict.faults["restart at another world size"] += 1
             world = draw.choice([one for one in (1, 2, 3) if one != world])
     rows: Rows = ray.get(ledger.columns.remote())
-    verdict.worker_groups += ray.get(ledger.progress.remote())["attempts"]
+    verdict.worker_groups += _groups(ledger)
     ray.kill(ledger)
     mine = (rows["epoch"] == 0) & rows["committed"] & ~rows["is_pad"]
     rows = {name: values[mine] for name, values in rows.items()}
@@ -402,6 +409,10 @@ def _chain(cluster: Nodes, work: Work, draw: random.Random, restarts: int, folde
     verdict.duplicated += len(rows["step"]) - distinct
     verdict.wrong_pictures += work.wrong(rows)
     verdict.seconds += time.perf_counter() - start
+
+
+def _groups(ledger: Any) -> int:
+    return int(ray.get(ledger.progress.remote())["attempts"])
 
 
 def _committed(ledger: Any, epoch: int) -> int:
