@@ -162,7 +162,7 @@ def soak(found: Figures) -> str:
     """What grows in a long run."""
     rows = [
         (
-            name.removesuffix("_bytes").replace("_", " ") + (", MB" if "memory" in name or "bytes" in name else ""),
+            name.removesuffix("_bytes").replace("_", " ").replace("  ", " ") + (", MB" if "memory" in name or "bytes" in name else ""),
             *(f"{one[what] / (1e6 if 'memory' in name or 'bytes' in name else 1):{form}}" for what, form in _SOAK.items()),
             f"{one['slope_percent_per_hour']:+.2f} %",
         )
