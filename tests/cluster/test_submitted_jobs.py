@@ -25,15 +25,17 @@ def dashboard() -> Iterator[str]:
     """The address of a small cluster that takes jobs."""
     from ray.cluster_utils import Cluster
 
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-        probe.close()
+    with socket.socket() as one, socket.socket() as other, pytest.MonkeyPatch.context() as patch:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        ports = {"dashboard_port": int(one.getsockname()[1]), "dashboard_agent_listen_port": int(other.getsockname()[1])}
+        one.close()
+        other.close()
         patch.setenv("RAY_AUTH_MODE", "disabled")
         # A job's command says ``python``, and nodes take their path from whoever starts them.
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         cluster = Cluster()
-        cluster.add_node(num_cpus=4, object_store_memory=100_000_000, include_dashboard=True, dashboard_port=port)
+        cluster.add_node(num_cpus=4, object_store_memory=100_000_000, include_dashboard=True, **ports)
         yield f"http://{cluster.webui_url}"
         cluster.shutdown()
 
