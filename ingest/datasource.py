@@ -213,7 +213,9 @@ class EpisodeDatasource(Datasource):
             return granted >= 0
 
         def read() -> Iterator[pa.Table]:
-            yield from _read_rows(_fetched(job), units, may_fetch)
+            found = _fetched(job)
+            _open_index(found, units)
+            yield from _read_rows(found, units, may_fetch)
 
         metadata = BlockMetadata(num_rows=len(units), size_bytes=int(units.nbytes.sum()), exec_stats=None, input_files=None)
         return ReadTask(read, metadata, per_task_row_limit=row_limit)
@@ -274,6 +276,15 @@ def _reader(job: ReadJob) -> tuple[UnitReader, Counters]:
         while len(_readers) > 2:
             _readers.popitem(last=False)
     return _readers[job.key]
+
+
+def _open_index(job: ReadJob, units: UnitList) -> None:
+    """Opens the index that units are read with, before bytes may be fetched: the first of them does not wait for it then."""
+    own = job.jobs[int(units.dataset[0])]
+    # Whatever is wrong is told when the unit is read, as that unit's error.
+    with contextlib.suppress(ReelrayError):
+        for camera in own.spec.cameras:
+            own.index.table(own.source.pictures(int(units.episode[0]), camera)[0])
 
 
 def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], bool]) -> Iterator[pa.Table]:

@@ -98,7 +98,7 @@ def runs(track: Track, wanted: NDArray[np.int64], min_pictures: int = MIN_RUN_PI
     Args:
         track: compressed pictures.
         wanted: picture numbers of the track, ascending.
-        min_pictures: a run holds at least that many pictures, wanted or not, except the last one.
+        min_pictures: a run holds at least that many pictures, wanted or not, where there are so many.
     """
     if not len(wanted):
         return []
@@ -106,7 +106,7 @@ def runs(track: Track, wanted: NDArray[np.int64], min_pictures: int = MIN_RUN_PI
     cuts: list[int] = []
     last = 0
     for edge in edges.tolist():
-        if edge - last >= min_pictures:
+        if edge - last >= min_pictures and track.pictures - edge >= min_pictures:
             cuts.append(edge)
             last = edge
     pieces = np.split(wanted, np.searchsorted(wanted, cuts))
