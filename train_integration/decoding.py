@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -157,6 +158,10 @@ class InlineDecoding:
     def __init__(self, threads: int, dataset: str, counters: Counters) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="reelray-decode")
+        # Threads start now, and not when the first pictures are due.
+        together = threading.Barrier(threads)
+        for _ in range(threads):
+            self._pool.submit(together.wait)
         self._calls: set[Future[Any]] = set()
         self._dataset = dataset
         self._counters = counters
