@@ -11,6 +11,7 @@ that are granted in plan order.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -260,6 +261,8 @@ def _fetched(job: ray.ObjectRef[ReadJob]) -> ReadJob:
     name = job.hex()
     if name not in _jobs:
         _jobs[name] = ray.get(job)
+        # What was loaded until now stays: looking through it for garbage is better done before units are asked for.
+        gc.collect()
         while len(_jobs) > 2:
             _jobs.popitem(last=False)
     return _jobs[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import threading
 from collections.abc import Callable
@@ -182,10 +183,13 @@ class Producer:
             epochs = self._config.epochs
             done = self._epochs_done
             scheduler = self._schedule(stretch)
-            if self._ledger.paused and scheduler.stores.batches is not None:
-                scheduler.stores.batches.warm()
-                for blocks in scheduler.stores.batches.stores.values():
-                    self._backend.warm(blocks)
+            if self._ledger.paused:
+                if scheduler.stores.batches is not None:
+                    scheduler.stores.batches.warm()
+                    for blocks in scheduler.stores.batches.stores.values():
+                        self._backend.warm(blocks)
+                # A full collection walks all that torch and Ray have loaded, some 0.2 s: better now than among the first batches.
+                gc.collect()
             self._started.set()
             while not self._stop.is_set():
                 last_pass = epochs is not None and done + 1 >= epochs
