@@ -91,7 +91,7 @@ class FetchTurns:
     def busy(self, version: str, wanted: Sequence[ByteRange]) -> bool:
         """See `Turns`."""
         with self._lock:
-            return any(one.start < stop and start < one.stop for one in self._present(version) for start, stop in wanted)
+            return any(max(one.start, start) < min(one.stop, stop) for one in self._present(version) for start, stop in wanted)
 
     def _present(self, version: str) -> list[_Taken]:
         taken = self._taken.get(version, [])

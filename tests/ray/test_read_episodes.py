@@ -62,7 +62,7 @@ class TestEpisodes:
         import ray
 
         dataset = open_dataset(streamed)
-        count = 150
+        count = 600
         units = UnitList(
             np.arange(count),
             np.zeros(count, np.int32),
@@ -73,4 +73,4 @@ class TestEpisodes:
         )
         source = EpisodeDatasource(ray.put(ReadJob.of(dataset)), units)
         first, second = source.get_read_tasks(1), source.get_read_tasks(99)
-        assert [task.metadata.num_rows for task in first] == [task.metadata.num_rows for task in second] == [64, 64, 22]
+        assert [task.metadata.num_rows for task in first] == [task.metadata.num_rows for task in second] == [256, 256, 88]
