@@ -52,7 +52,7 @@ UNITS_PER_TASK = 256
 T = TypeVar("T")
 
 _FETCH_THREADS = 4
-_AHEAD_PER_THREAD = 2
+_AHEAD_PER_THREAD = 4
 """Units under way or waiting for each fetching thread."""
 
 _PREFETCH_BYTES = 64 << 20

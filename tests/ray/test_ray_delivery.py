@@ -171,7 +171,11 @@ def test_a_damaged_group_is_named_by_the_decode_actor_that_meets_it(tmp_path: Pa
     content = bytearray(file.read_bytes())
     content[start + 5 : start + size] = bytes(size - 5)
     file.write_bytes(content)
-    with pytest.raises(DecodeError, match=rf"episode 1, {camera}: .*picture {first + 20}") as caught:
+    with pytest.raises(DecodeError, match=rf"episode 1, {camera}: .*picture ") as caught:
         through_ray(root, replace(config_of(strategy="lanes", batch_size=8), decode_mode=mode), 2)
-    assert (caught.value.episode, caught.value.camera, caught.value.file, caught.value.picture) == (1, camera, path, first + 20)
+    assert (caught.value.episode, caught.value.camera, caught.value.file) == (1, camera, path)
+    # Decoded whole, the damaged picture is named; by itself, whichever picture of its group is wanted first.
+    assert caught.value.picture in ({first + 20} if mode == "auto" else range(first + 20, first + 30))
+    sample = int(table.presented[caught.value.picture])
+    start, size = int(table.offsets[sample]), int(table.sizes[sample])
     assert caught.value.byte_range == (start, start + size)
