@@ -119,7 +119,8 @@ def soak(minutes: float, step_s: float) -> tuple[dict[str, Any], list[dict[str, 
         source = Path(folder) / "dataset"
         make_dataset(source, MakeOptions(episodes=64, frames="40:60", cameras=2, size=(96, 128), gop=6, data_files=2, video_files=4))
         plan = PlanSettings(strategy="lanes", seed=3, world_size=RANKS, batch_size=8, tail="pad")
-        description, _ = open_stream(source, StreamConfig(plan=plan, epochs=None, decoded_budget_gb=0.2, byte_budget_gb=0.05))
+        config = StreamConfig(plan=plan, epochs=None, decode="pool", decoded_budget_gb=0.2, byte_budget_gb=0.05)
+        description, _ = open_stream(source, config)
         # Ray remembers so many tasks for its dashboard; with its default of 100,000 it would go on growing for hours.
         remembered = {"task_events_max_num_task_in_gcs": 1000}
         ray.init(

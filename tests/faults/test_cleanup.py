@@ -178,7 +178,7 @@ def test_nothing_is_left_of_a_training_run(cluster: Nodes, work: Work, scratch: 
 def test_nothing_is_left_of_a_delivery(cluster: Nodes, work: Work, scratch: Path, tmp_path: Path, killed: bool) -> None:
     before = Left.look(cluster, scratch)
     order = tmp_path / "order.parquet"
-    options = ["--world-size", 2, "--batch-size", 4, "--strategy", "lanes", "--order", order]
+    options = ["--world-size", 2, "--batch-size", 4, "--strategy", "lanes", "--decode", "pool", "--order", order]
     command = [sys.executable, "-m", "reelray.cli", "stream", work.root, *options]
     environment = os.environ | {"RAY_ADDRESS": str(cluster.cluster.address)}
     with (tmp_path / "log").open("w") as log:
