@@ -17,6 +17,7 @@ from ingest.video.mini import mini_mp4_sizes
 from ingest.video.payload import payload_sizes, pictures_fed
 from ingest.video.span_table import episode_spans
 from ingest.video.spans import gop_starts
+from ingest.video.tables import SampleTable
 
 
 def episode_units(source: Source, index: VideoIndex, spec: SampleSpec, selection: NDArray[np.int64], lengths: NDArray[np.int64]) -> Units:
@@ -62,17 +63,10 @@ def payload_bytes(
             key pictures need such a lead-in (intra refresh) are only found out when they are read.
     """
     leads = leads or {}
-    rows = source.episodes.rows(units.episode)
-    lengths = source.episode_frames()[rows]
-    nbytes = np.zeros(len(rows), dtype=np.int64)
+    nbytes = np.zeros(len(units.episode), dtype=np.int64)
     for camera in spec.cameras:
-        mapped = source.camera_map(camera)
-        first, stop = spec.reach_many((camera,), units.lo, units.hi, lengths)
-        begin = mapped.first_picture[rows]
-        for number, here in _by_file(mapped.file[rows]):
-            here = here[stop[here] > first[here]]
-            table = index.table(mapped.paths[number])
-            nbytes[here] += payload_sizes(table, begin[here] + first[here], begin[here] + stop[here], lead=leads.get(camera, 0))
+        for here, table, _, first, stop in _pictures_by_file(units, source, index, spec, camera):
+            nbytes[here] += payload_sizes(table, first, stop, lead=leads.get(camera, 0))
     return nbytes
 
 
@@ -88,24 +82,33 @@ def decoding_saved(units: FrameRuns, source: Source, index: VideoIndex, spec: Sa
         index: sample tables of its video files.
         spec: what samples consist of.
     """
-    rows = source.episodes.rows(units.episode)
-    lengths = source.episode_frames()[rows]
-    saved = np.zeros(len(rows), dtype=np.float64)
+    saved = np.zeros(len(units.episode), dtype=np.float64)
     for camera in spec.cameras:
         height, width, _ = spec.features[camera].picture_shape
-        mapped = source.camera_map(camera)
-        first, stop = spec.reach_many((camera,), units.lo, units.hi, lengths)
-        begin = mapped.first_picture[rows]
-        for number, here in _by_file(mapped.file[rows]):
-            here = here[stop[here] > first[here]]
-            table = index.table(mapped.paths[number])
+        for here, table, begin, first, stop in _pictures_by_file(units, source, index, spec, camera):
             pictures = np.arange(table.pictures, dtype=np.int64)
             # Near the ends of an episode windows are cut shorter; that changes too little to ask each episode for.
             low, high = spec.reach_many((camera,), pictures, pictures + 1, np.full(table.pictures, table.pictures, np.int64))
             alone = np.concatenate([[0], np.cumsum(pictures_fed(table, low, high))])
-            single = alone[begin[here] + units.hi[here]] - alone[begin[here] + units.lo[here]]
-            saved[here] += (single - pictures_fed(table, begin[here] + first[here], begin[here] + stop[here])) * float(height * width)
+            single = alone[begin + units.hi[here]] - alone[begin + units.lo[here]]
+            saved[here] += (single - pictures_fed(table, first, stop)) * float(height * width)
     return saved
+
+
+def _pictures_by_file(
+    units: FrameRuns, source: Source, index: VideoIndex, spec: SampleSpec, camera: str
+) -> Iterator[tuple[NDArray[np.int64], SampleTable, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """For each video file of a camera: the units that reach into it, its table, and for each of them three picture numbers.
+
+    They are the first picture of the episode, the first that the unit's windows reach, and the one behind the last of those.
+    """
+    rows = source.episodes.rows(units.episode)
+    mapped = source.camera_map(camera)
+    first, stop = spec.reach_many((camera,), units.lo, units.hi, source.episode_frames()[rows])
+    begin = mapped.first_picture[rows]
+    for number, here in _by_file(mapped.file[rows]):
+        here = here[stop[here] > first[here]]
+        yield here, index.table(mapped.paths[number]), begin[here], begin[here] + first[here], begin[here] + stop[here]
 
 
 def _by_file(file: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int64]]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from ingest.errors import DatasetError, StorageError
 from ingest.prefeature.schedule import tensor_bytes
 from ingest.prefeature.tensorfile import TensorSpec, in_file_order, make_header
+from ingest.storage.processes import is_alive
 
 _PIECE = 8 << 20
 _TEMP = re.compile(r"\.(?P<final>.+)\.(?P<host>[^.]+)\.(?P<pid>[0-9]+)\.[0-9a-f]{32}\.tmp")
@@ -227,7 +228,7 @@ def remove_orphans(root: Path, *, older_s: float) -> list[str]:
     for folder, _, names in os.walk(root):
         for name in names:
             match = _TEMP.fullmatch(name)
-            if match is None or match["host"] != _host() or _alive(int(match["pid"])):
+            if match is None or match["host"] != _host() or is_alive(int(match["pid"])):
                 continue
             path = Path(folder, name)
             try:
@@ -237,16 +238,6 @@ def remove_orphans(root: Path, *, older_s: float) -> list[str]:
             except FileNotFoundError:
                 continue
     return sorted(removed)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def require_space(root: Path, needed: int, what: str) -> None:

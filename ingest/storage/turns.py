@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ingest.storage.base import ByteRange
+from ingest.storage.processes import is_alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class FetchTurns:
         Args:
             alive: whether a process is there, by its id; asks the system by default.
         """
-        self._alive = alive or _is_alive
+        self._alive = alive or is_alive
         self._taken: dict[str, list[_Taken]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -112,13 +113,3 @@ def without(wish: ByteRange, holes: Sequence[ByteRange]) -> list[ByteRange]:
     if start < stop:
         left.append((start, stop))
     return left
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
