@@ -17,7 +17,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
         durable: also flush to the device before the rename, for what cannot be made again.
 
     Raises:
-        OSError: no space, no permission, or a folder that cannot be made; nothing is left behind.
+        OSError: no space, no permission, or a folder that cannot be made; names the file, and nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}.", suffix=".tmp")
@@ -28,7 +28,10 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:
+            # What a full disk says of a write does not name the file.
+            error.filename = os.fspath(path)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,3 +36,17 @@ def test_a_link_at_the_temporary_name_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match=r"entry"):
         durable.write_atomic(tmp_path / "entry", lambda file: file.write(b"new"))
     assert target.read_bytes() == b"precious"
+
+
+def test_a_file_that_finds_no_room_is_named_and_leaves_the_old_one(tmp_path: Path) -> None:
+    place = tmp_path / "order.parquet"
+    place.write_bytes(b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"order\.parquet"):
+            atomic.write_atomic(place, bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["order.parquet"]
+    assert place.read_bytes() == b"old"
