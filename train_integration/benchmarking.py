@@ -57,6 +57,7 @@ class Figures:
         ray_cpu_s: the part of it that Ray's own processes used.
         cpu_by_role: CPU seconds by kind of process.
         counters: counter totals, for ``--profile``.
+        peak_pss_mb_by_role: the same as ``peak_pss_mb`` by kind of process.
     """
 
     samples_per_s: float
@@ -75,6 +76,7 @@ class Figures:
     ray_cpu_s: float
     cpu_by_role: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
+    peak_pss_mb_by_role: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ def run_bench(
         ceilings[-1],
         statistics.median(one.camera_frames / one.wall_s for one in ceilings),
         statistics.median(one.camera_frames / one.cpu_s for one in ceilings),
-        _median(oracles) if oracles else _figures(_Tally(), Usage(0.0, 0.0, 0.0, {}), 1, 0.0, 0.0),
+        _median(oracles) if oracles else _figures(_Tally(), Usage(0.0, 0.0, {}, {}), 1, 0.0, 0.0),
         _median(streams),
         [one.decode_efficiency for one in streams],
         profile_oracle(dataset, plan, max_steps) if profile else None,
@@ -201,6 +203,7 @@ def _figures(tally: _Tally, usage: Usage, ranks: int, ceiling_per_cpu_s: float, 
         ray_cpu_s=usage.ray_cpu_s,
         cpu_by_role=dict(usage.by_role),
         counters=totals,
+        peak_pss_mb_by_role=dict(usage.peak_pss_mb_by_role),
     )
 
 
@@ -226,7 +229,7 @@ def measure_oracle(dataset: Dataset, plan: EpochPlan, *, max_steps: int | None) 
     # One thread does everything, so all of the time is spent waiting for batches.
     tally.wait_s = tally.wall_s
     own = usage.by_role.get("driver", usage.cpu_s)
-    return tally, Usage(own, 0.0, usage.peak_pss_mb, {"driver": own})
+    return tally, Usage(own, 0.0, {"driver": own}, {"driver": usage.peak_pss_mb})
 
 
 def profile_oracle(dataset: Dataset, plan: EpochPlan, max_steps: int | None) -> str:

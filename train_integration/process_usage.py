@@ -20,14 +20,20 @@ class Usage:
     Attributes:
         cpu_s: user and system CPU seconds of every process.
         ray_cpu_s: the part of it that Ray's own processes used (raylet, GCS, agents).
-        peak_pss_mb: the most that one process held, in MiB of proportional set size; Ray's own processes do not count.
         by_role: CPU seconds by kind of process, for profiles.
+        peak_pss_mb_by_role: the most that one process of each kind held, in MiB of proportional set size, without
+            Ray's own processes.
     """
 
     cpu_s: float
     ray_cpu_s: float
-    peak_pss_mb: float
     by_role: Mapping[str, float]
+    peak_pss_mb_by_role: Mapping[str, float]
+
+    @property
+    def peak_pss_mb(self) -> float:
+        """The most that one process held, in MiB of proportional set size; Ray's own processes do not count."""
+        return max(self.peak_pss_mb_by_role.values(), default=0.0)
 
 
 @dataclass(slots=True)
@@ -53,7 +59,7 @@ class ProcessTree:
     every_s: float = 1.0
     exclude: frozenset[int] = frozenset()
     _seen: dict[int, _Process] = field(default_factory=dict[int, _Process], init=False)
-    _peak: float = field(default=0.0, init=False)
+    _peaks: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
@@ -74,7 +80,7 @@ class ProcessTree:
         by_role: dict[str, float] = {}
         for process in self._seen.values():
             by_role[process.role] = by_role.get(process.role, 0.0) + max(0.0, process.last_s - process.first_s)
-        return Usage(sum(by_role.values()), by_role.get("ray", 0.0), self._peak, by_role)
+        return Usage(sum(by_role.values()), by_role.get("ray", 0.0), by_role, dict(self._peaks))
 
     def _follow(self) -> None:
         while not self._stop.wait(self.every_s):
@@ -98,7 +104,8 @@ class ProcessTree:
                 if seen.role.startswith("ray::IDLE"):
                     seen.role = _role(process, self.root)
                 if memory and seen.role != "ray":
-                    self._peak = max(self._peak, process.memory_full_info().pss / 2**20)
+                    held = process.memory_full_info().pss / 2**20
+                    self._peaks[seen.role] = max(self._peaks.get(seen.role, 0.0), held)
             except psutil.Error:
                 continue
 

@@ -75,7 +75,10 @@ def test_no_process_holds_more_than_its_budgets_over_a_long_epoch(tmp_path: Path
     assert decoded > 4 * 0.15 * 2**30
     finished = (config.prefetch_batches + 3) * 2 * 16 * picture
     allowed = 0.15 * 2**30 + measured.counters["reelray_compressed_bytes_peak"] + finished + 400 * 2**20
-    assert measured.peak_pss_mb * 2**20 <= allowed
+    # The driver is the process of the tests, which holds what all tests before have left in it.
+    held = {role: pss for role, pss in measured.peak_pss_mb_by_role.items() if role != "driver"}
+    assert any("RayTrainWorker" in role for role in held)
+    assert {role: pss for role, pss in held.items() if pss * 2**20 > allowed} == {}
     assert measured.counters["reelray_decoded_bytes_peak"] <= 2 * 0.15 * 2**30
     assert measured.decode_amplification <= 1.05
     assert measured.read_amplification <= 1.1
