@@ -169,17 +169,17 @@ class EpisodeDatasource(Datasource):
     Args:
         job: reference to a `ReadJob`.
         units: what to read.
-        gate: actor whose ``wait(key, ordinal)`` returns, once a unit may be fetched, the number below which all may be, or -1
+        gate: actor whose ``wait(list, ordinal)`` returns, once a unit may be fetched, the number below which all may be, or -1
             when none is wanted any more; None fetches without asking.
-        gate_key: names the list of units to the gate.
+        gate_list: number by which the gate knows the list of units.
     """
 
-    def __init__(self, job: ray.ObjectRef[ReadJob], units: UnitList, *, gate: Any = None, gate_key: str = "") -> None:
+    def __init__(self, job: ray.ObjectRef[ReadJob], units: UnitList, *, gate: Any = None, gate_list: int = 0) -> None:
         super().__init__()
         self._job = job
         self._units = units
         self._gate = gate
-        self._gate_key = gate_key
+        self._gate_list = gate_list
 
     def get_name(self) -> str:
         return "ReelrayEpisodes"
@@ -201,7 +201,7 @@ class EpisodeDatasource(Datasource):
         ]
 
     def _task(self, units: UnitList, row_limit: int | None) -> ReadTask:
-        job, gate, key = self._job, self._gate, self._gate_key
+        job, gate, number = self._job, self._gate, self._gate_list
 
         granted = 0
 
@@ -210,7 +210,7 @@ class EpisodeDatasource(Datasource):
             # Without its gate a task still keeps to the bytes of its own job.
             with contextlib.suppress(RayError):
                 if gate is not None and 0 <= granted <= ordinal:
-                    granted = int(ray.get(gate.wait.remote(key, ordinal)))
+                    granted = int(ray.get(gate.wait.remote(number, ordinal)))
             return granted >= 0
 
         def read() -> Iterator[pa.Table]:

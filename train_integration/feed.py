@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -57,18 +57,20 @@ class RayFeed:
         gate: where read tasks wait for byte credits; ends with the process that made this object.
         ids: ids of executions in turn. Ray's dashboard and statistics keep half a megabyte for each id that they have seen, so an
             execution takes that of the one before the last, which is over by then.
+        lists: numbers of the lists of units, for the gate.
     """
 
     job: ray.ObjectRef[ReadJob]
     object_store_bytes: int
     gate: Any = field(default_factory=start_gate)
     ids: Iterator[str] = field(default_factory=lambda: cycle((uuid4().hex[:12], uuid4().hex[:12])))
+    lists: Iterator[int] = field(default_factory=count)
 
     def units(self, wanted: UnitList, counters: Counters, credits: UnitCredits) -> Iterator[Arrival]:
         if not len(wanted):
             return
-        gate, key = self.gate, uuid4().hex
-        grants = _Grants(lambda granted: gate.grant.remote(key, granted), len(wanted))
+        gate, number = self.gate, next(self.lists)
+        grants = _Grants(lambda granted: gate.grant.remote(number, granted), len(wanted))
         credits.listen(grants.grown)
         context = DataContext.get_current().copy()
         # One row per block and blocks in plan order: a row is handed on as soon as it is there.
@@ -77,7 +79,7 @@ class RayFeed:
         context.execution_options.resource_limits = ExecutionResources.for_limits(object_store_memory=self.object_store_bytes)
         context.enable_progress_bars = False
         with DataContext.current(context):
-            datasource = EpisodeDatasource(self.job, wanted, gate=gate, gate_key=key)
+            datasource = EpisodeDatasource(self.job, wanted, gate=gate, gate_list=number)
             tasks = len(datasource.get_read_tasks(1))
             dataset: Any = ray.data.read_datasource(datasource, num_cpus=0, override_num_blocks=tasks, concurrency=_READ_TASKS)
             dataset._set_uuid(next(self.ids))
