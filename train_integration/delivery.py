@@ -23,7 +23,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from actors.manager import PoolSettings, stop_services
 from actors.resources import wait_for_resources
 from ingest.engine.damage import DamageReport
-from ingest.engine.dataset import Dataset
+from ingest.engine.dataset import DECODED_CACHE_BYTES, Dataset
 from ingest.errors import CursorError, DamagedDataError, ReelrayError
 from ingest.language.stage import stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch
@@ -94,13 +94,15 @@ def deliver_locally(
     stop = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
     damage = DamageReport(list(description.damage.records))
     skips: list[tuple[int, int, int]] = []
+    budget = description.config.decoded_budget_gb
+    decoded = DECODED_CACHE_BYTES if budget is None else int(budget * 2**30)
     start = time.perf_counter()
     first: float | None = None
     for rank in ranks:
         current, reached = plan, plan.cursor.batches
         while reached < stop:
             try:
-                for planned, batch in dataset.iter_batches(current, rank, max_steps=stop - reached):
+                for planned, batch in dataset.iter_batches(current, rank, max_steps=stop - reached, decoded_bytes=decoded):
                     first = time.perf_counter() - start if first is None else first
                     units = current.units
                     delivery = Delivery(

@@ -19,7 +19,7 @@ from ingest.datasource import ReadJob
 from ingest.engine.assemble import BatchAssembler, Sample, Transform
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamageReport
-from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset, planned_batches
+from ingest.engine.dataset import DECODED_CACHE_BYTES, Dataset, DecodedUnits, open_dataset, planned_batches
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData
@@ -30,7 +30,7 @@ from ingest.video.index import VideoIndex
 from train_integration.feature_stats import Statistics, feature_statistics, merged_statistics, padded, stored_statistics
 from train_integration.mixture_features import Member, common_spec
 from train_integration.mixture_file import is_mixture_file, read_mixture
-from train_integration.options import StreamConfig, StreamDescription, open_stream, transform_of
+from train_integration.options import StreamConfig, StreamDescription, open_stream, transferred, transform_of
 from train_integration.worklist import EpisodeLengths
 
 __all__ = ["Member", "Mixture", "MixtureJob", "MixtureReader", "open_described", "open_mixture"]
@@ -158,11 +158,13 @@ class Mixture:
         """Mixtures have no recipe."""
         return
 
-    def iter_batches(self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None) -> Iterator[tuple[Batch, Sample]]:
+    def iter_batches(
+        self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None, decoded_bytes: int = DECODED_CACHE_BYTES
+    ) -> Iterator[tuple[Batch, Sample]]:
         """Delivers one rank's planned batches in this process; see `Dataset.iter_batches`."""
         sources = self.job.sources
         assembler = BatchAssembler(self.spec, [source.store for source in sources], as_uint8=self.as_uint8, transform=self.transform)
-        pictures = DecodedUnits(self.spec, [source.store.url for source in sources], self.counters)
+        pictures = DecodedUnits(self.spec, [source.store.url for source in sources], self.counters, decoded_bytes)
         return planned_batches(plan, rank, self.job.reader(self.counters), assembler, pictures, self.counters, max_steps=max_steps)
 
     def statistics(self, weights: Sequence[float] | None = None) -> dict[str, Statistics]:
@@ -281,7 +283,7 @@ def _opened(member: Member, config: StreamConfig) -> Dataset:
         options=replace(read, cameras=None, columns=None, delta_timestamps=None, action_chunk=None),
         return_uint8=config.return_uint8,
         damage=config.damage,
-        **member.options,
+        **transferred(member.options, config),
     )
     features = probe.source.info.features
     unknown = sorted({*member.rename, *member.drop} - features.keys())

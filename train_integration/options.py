@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from ingest.errors import SettingsError
 from ingest.language.stage import RecipeLike
 from ingest.plan import PlanSettings, Units
 from ingest.storage.base import Store
+from ingest.storage.transfer import TransferOptions
 from train_integration.credits import DEFAULT_WINDOW
 from train_integration.worklist import EpisodeLengths
 
@@ -174,9 +175,15 @@ def open_stream(source: str | Path | Store, config: StreamConfig, **dataset_opti
         render=config.render,
         return_uint8=config.return_uint8,
         damage=config.damage,
-        **dataset_options,
+        **transferred(dataset_options, config),
     )
     return describe_stream(dataset, config), dataset
+
+
+def transferred(dataset_options: Mapping[str, Any], config: StreamConfig) -> dict[str, Any]:
+    """Arguments of `open_dataset` with as many connections as units are fetched at once, where nothing else is said."""
+    transfer = dataset_options.get("transfer") or TransferOptions()
+    return {**dataset_options, "transfer": replace(transfer, fetch_threads=config.fetch_threads)}
 
 
 def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription:

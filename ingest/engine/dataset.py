@@ -24,7 +24,7 @@ from ingest.engine.rendering import RenderStage, chain, render_batch, render_one
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units, keep_runs, payload_bytes
-from ingest.errors import DamagedDataError, DatasetError, SelectionError, SettingsError
+from ingest.errors import BudgetError, DamagedDataError, DatasetError, SelectionError, SettingsError
 from ingest.language.audit import AnnotationFinding
 from ingest.language.coverage import LanguagePlan
 from ingest.language.episode import check_declared
@@ -45,7 +45,7 @@ from ingest.video.sidecar.lookup import SidecarIndex
 _LOG = logging.getLogger("reelray.engine")
 
 DECODED_CACHE_BYTES = 2 << 30
-"""Decoded pictures that the single-process engine keeps, at most."""
+"""Bytes of decoded pictures that the single-process engine keeps where nothing else is said, at most."""
 
 
 _FINDINGS_LOGGED = 10
@@ -205,18 +205,24 @@ class Dataset:
         """Bytes of compressed pictures that reading each of some units brings into memory, int64[U]."""
         return payload_bytes(units, self.source, self.index, self.spec)
 
-    def iter_batches(self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None) -> Iterator[tuple[Batch, Sample]]:
+    def iter_batches(
+        self, plan: EpochPlan, rank: int = 0, *, max_steps: int | None = None, decoded_bytes: int = DECODED_CACHE_BYTES
+    ) -> Iterator[tuple[Batch, Sample]]:
         """Delivers one rank's planned batches, one after another, in this process.
 
         Args:
             plan: a plan over ``units``.
             rank: data-parallel rank.
             max_steps: deliver at most that many batches.
+            decoded_bytes: decoded pictures kept beside the batch, at most; fewer are decoded more often.
+
+        Raises:
+            BudgetError: ``decoded_bytes`` does not hold one picture.
 
         Yields:
             The planned batch and its samples.
         """
-        pictures = DecodedUnits(self.spec, (self.location,), self.counters)
+        pictures = DecodedUnits(self.spec, (self.location,), self.counters, decoded_bytes)
         return planned_batches(
             plan, rank, self.reader(), self.assembler(), pictures, self.counters, render=self.render, max_steps=max_steps
         )
@@ -287,13 +293,13 @@ def iter_samples(dataset: Dataset, settings: PlanSettings | None = None, *, epoc
 
 
 class DecodedUnits:
-    """Decoded groups of pictures, the least recently used dropped first.
+    """Decoded groups of pictures, the least recently used dropped first. Of a group beyond the budget as much as fits is held.
 
     Args:
         spec: what samples consist of.
         where: location of each dataset by its number, for messages.
         counters: receives totals.
-        budget_bytes: pictures kept, at most.
+        budget_bytes: pictures held at a time, at most.
     """
 
     def __init__(self, spec: SampleSpec, where: Sequence[str], counters: Counters, budget_bytes: int = DECODED_CACHE_BYTES) -> None:
@@ -316,7 +322,7 @@ class DecodedUnits:
     def drop(self, number: int) -> None:
         """Forgets everything about one unit."""
         for key in [key for key in self._groups if key[0] == number]:
-            self._used -= self._groups.pop(key)[1].nbytes
+            self._forget(key)
         for edge in [edge for edge in self._edges if edge[0] == number]:
             del self._edges[edge]
 
@@ -329,31 +335,45 @@ class DecodedUnits:
         edges = self._edges[number, camera]
         group = int(np.searchsorted(edges, local, side="right")) - 1
         key = (number, camera, group)
-        if key not in self._groups:
-            first = int(edges[group])
+        first, pictures = self._groups.get(key, (0, None))
+        if pictures is None or not first <= local < first + len(pictures):
             stop = int(edges[group + 1]) if group + 1 < len(edges) else track.pictures
-            self._put(key, first, self._decode(unit, camera, np.arange(first, stop, dtype=np.int64)))
+            self._forget(key)
+            first, pictures = self._decode(unit, camera, int(edges[group]), stop, local)
+            self._groups[key] = (first, pictures)
+            self._used += pictures.nbytes
+            self._counters.at_least("reelray_decoded_bytes_peak", self._used)
         self._groups.move_to_end(key)
-        first, pictures = self._groups[key]
         return pictures[local - first]
 
-    def _decode(self, unit: UnitData, camera: str, wanted: NDArray[np.int64]) -> NDArray[Any]:
+    def _decode(self, unit: UnitData, camera: str, first: int, stop: int, local: int) -> tuple[int, NDArray[Any]]:
+        """Pictures ``first`` to ``stop`` of a track, or those from ``local`` on that the budget holds; and which is the first."""
         track, form = unit.tracks[camera], self._forms[camera]
         writer = form.writer()
-        pictures = np.empty((len(wanted), *writer.shape(track.table)), writer.dtype)
+        shape = writer.shape(track.table)
+        nbytes = int(np.prod(shape)) * writer.dtype.itemsize
+        most = self._budget // nbytes
+        if most < 1:
+            raise BudgetError(
+                f"{self._where[unit.dataset]}: a decoded picture of {camera} takes {nbytes} bytes, more than the decoded budget of "
+                f"{self._budget} bytes: raise decoded_budget_gb"
+            )
+        if stop - first > most:
+            first, stop = local, min(stop, local + most)
+        wanted = np.arange(first, stop, dtype=np.int64)
+        while self._used + len(wanted) * nbytes > self._budget:
+            self._forget(next(iter(self._groups)))
+        pictures = np.empty((len(wanted), *shape), writer.dtype)
         try:
             decoded = decode_run(track, wanted, form, list(pictures))
         except DamagedDataError as error:
             raise located(error, self._where[unit.dataset], unit.episode, track) from error
         self._counters.add("reelray_pictures_decoded", decoded)
-        return pictures
+        return first, pictures
 
-    def _put(self, key: tuple[int, str, int], first: int, pictures: NDArray[Any]) -> None:
-        self._groups[key] = (first, pictures)
-        self._used += pictures.nbytes
-        while self._used > self._budget and len(self._groups) > 1:
-            _, (_, dropped) = self._groups.popitem(last=False)
-            self._used -= dropped.nbytes
+    def _forget(self, key: tuple[int, str, int]) -> None:
+        if key in self._groups:
+            self._used -= self._groups.pop(key)[1].nbytes
 
 
 def open_dataset(

@@ -14,8 +14,8 @@ from ingest.errors import SettingsError, StreamClosedError
 from ingest.storage.base import ByteRange
 from ingest.storage.ranges import RangePlan, plan_ranges
 
-CONNECTIONS = 16
-"""Default of concurrent range reads per process."""
+CONNECTIONS = 8
+"""Default of concurrent range reads per process; those that fetch more units at once have as many."""
 
 INFLIGHT_BYTES = 256 * 1024 * 1024
 """Default of bytes being transferred at once."""
@@ -30,7 +30,7 @@ class TransferLimits:
 
     Attributes:
         connections: concurrent reads.
-        subranges: most parts of one large range that are read at once; None for as many as have ``split_bytes`` each.
+        subranges: most parts of one large range that are read at once; 1 splits none, None gives as many as have ``split_bytes`` each.
         inflight_bytes: bytes of all reads under way; a single larger read goes alone.
         split_bytes: least part of a range; one of at least twice this many bytes is read over several connections.
 
@@ -39,7 +39,7 @@ class TransferLimits:
     """
 
     connections: int = CONNECTIONS
-    subranges: int | None = None
+    subranges: int | None = 1
     inflight_bytes: int = INFLIGHT_BYTES
     split_bytes: int = SPLIT_BYTES
 

@@ -36,19 +36,21 @@ class TransferOptions:
     """How payload is transferred and kept; without meaning for local directories.
 
     Attributes:
-        connections: range reads at once in each process; None is the default of 16.
-        subranges: most parts of one large range that are read at once; None for as many as have 8 MiB each.
+        connections: range reads at once in each process; None for 8, or as many as units are fetched at once where those are more.
+        subranges: most parts of one range of 16 MiB or more that are read at once; 1 reads every range as it is.
         cache_gb: GiB of payload kept on each node's disk, at most; None keeps none.
         cache_dir: where; None is ``streaming-payload`` in the node's ``HF_LEROBOT_HOME``.
+        fetch_threads: units that the process fetches at once, which connections that are not set follow.
 
     Raises:
         SettingsError: a value that is not positive, or a place for a cache that is not asked for.
     """
 
     connections: int | None = None
-    subranges: int | None = None
+    subranges: int = 1
     cache_gb: float | None = None
     cache_dir: Path | None = None
+    fetch_threads: int = 1
 
     def __post_init__(self) -> None:
         for name in ("connections", "subranges", "cache_gb"):
@@ -60,12 +62,13 @@ class TransferOptions:
 
     def limited(self, store: Store) -> Store:
         """The store with the limits of its connections."""
-        if self.connections is None and self.subranges is None:
-            return store
         if isinstance(unwrapped(store), LocalStore):
-            _LOG.info("%s is a local directory: limits of connections have no effect", store.url)
+            if self.connections is not None or self.subranges != 1:
+                _LOG.info("%s is a local directory: limits of connections have no effect", store.url)
             return store
-        return LimitedStore(store, TransferLimits(connections=self.connections or CONNECTIONS, subranges=self.subranges))
+        limits = TransferLimits(connections=self.connections or max(CONNECTIONS, self.fetch_threads), subranges=self.subranges)
+        # What every process has unasked need not be said, unless it was asked for.
+        return store if self.connections is None and limits == TransferLimits() else LimitedStore(store, limits)
 
     def cached(self, store: Store) -> Store:
         """The store with what is read from it kept on disk."""

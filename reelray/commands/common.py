@@ -124,9 +124,9 @@ class ReadArguments(PlaceArguments):
     sidecar_workers: int = 8
     """Video files indexed at once when the sidecar must be built."""
     native_http_connections: int | None = None
-    """Range reads at once in each process, from remote datasets; 16 when unset."""
-    native_http_subranges: int | None = None
-    """Most parts of one large range that are read at once; as many as have 8 MiB each when unset."""
+    """Range reads at once in each process, from remote datasets; when unset 8, or as many as units are fetched at once if more."""
+    native_http_subranges: int = 1
+    """Most parts of one range of 16 MiB or more that are read at once; no part is smaller than 8 MiB."""
     payload_cache_gb: float | None = None
     """GiB of fetched payload kept on each node's disk, so that later epochs need no network; none is kept when unset."""
     payload_cache_dir: Path | None = None

@@ -38,7 +38,8 @@ class Stream:
     read: Flat[ReadArguments] = field(default_factory=ReadArguments)
     language: Flat[RecipeArguments] = field(default_factory=RecipeArguments)
     engine: Literal["ray", "local"] = "ray"
-    """Ray Train workers with read tasks and decode actors, or the single-process engine."""
+    """Ray Train workers with read tasks and decode actors, or the single-process engine, which decodes by itself within
+    --decoded-budget-gb (2 GiB when unset) and knows no other option of decoding."""
     order: Path | None = None
     """Write the order of delivery to this parquet file, with a digest of every picture."""
     digests: bool = True

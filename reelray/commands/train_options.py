@@ -54,9 +54,9 @@ class DatasetArguments:
     video_decoder_cache_size: int | None = None
     """Accepted; packets go straight into decoders, so none is kept open."""
     streaming_native_http_connections: int | None = None
-    """Range reads at once in each process, from remote datasets; 16 when unset."""
-    streaming_native_http_subranges: int | None = None
-    """Most parts of one large range that are read at once; as many as have 8 MiB each when unset."""
+    """Range reads at once in each process, from remote datasets; when unset 8, or as many as units are fetched at once if more."""
+    streaming_native_http_subranges: int = 1
+    """Most parts of one range of 16 MiB or more that are read at once; no part is smaller than 8 MiB."""
     streaming_sidecar_lock_timeout_s: float = 1800.0
     """Seconds to wait for another sidecar build."""
     max_num_shards: int | None = None

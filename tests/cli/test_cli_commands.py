@@ -157,6 +157,18 @@ def test_plan_and_stream_write_the_same_order(run: Run, root: Path, tmp_path: Pa
     assert set(planned["epoch"]) == {1}
 
 
+def test_the_local_engine_keeps_to_the_decoded_budget(run: Run, root: Path, tmp_path: Path) -> None:
+    arguments = [root, "--engine", "local", "--batch-size", 4, "--json"]
+    peaks = []
+    for gib in (2, 1e-4):
+        report = loaded(run("stream", *arguments, "--decoded-budget-gb", gib, "--order", tmp_path / f"{gib}.parquet"))
+        peaks.append(report["counters"]["reelray_decoded_bytes_peak"])
+    whole, small = columns(tmp_path / "2.parquet"), columns(tmp_path / "0.0001.parquet")
+    assert all(whole[name] == small[name] for name in whole if name != "t_ns")
+    assert 0 < peaks[1] <= 1e-4 * 2**30 < peaks[0]
+    assert "raise decoded_budget_gb" in failure(run("stream", *arguments, "--decoded-budget-gb", 1e-9))
+
+
 @pytest.mark.parametrize("command", [["plan"], ["stream", "--engine", "local"]])
 def test_cursor_chains(run: Run, root: Path, tmp_path: Path, command: list[str]) -> None:
     arguments = [root, "--world-size", 2, "--batch-size", 3, "--strategy", "lanes"]

@@ -9,7 +9,8 @@ import pytest
 from rich_dataset import DEPTH, PICTURE, LinearPictures, depth_of, picture_of
 
 from ingest.engine import Dataset, iter_samples, open_dataset
-from ingest.errors import DecodeError, LocationError, ObjectNotFoundError, PictureCountError, SelectionError, SettingsError
+from ingest.engine.counters import Counters
+from ingest.errors import BudgetError, DecodeError, LocationError, ObjectNotFoundError, PictureCountError, SelectionError, SettingsError
 from ingest.lerobot.barcode import picture_code, read_barcode
 from ingest.plan import PlanSettings, plan_epoch
 
@@ -89,6 +90,22 @@ def test_batches_stack_samples_whatever_units_they_come_from(rich: Path) -> None
                     assert batch[key][place] == value
         seen += int(np.count_nonzero(~planned.is_pad))
     assert seen == dataset.num_frames
+
+
+@pytest.mark.parametrize("held", [1, 2, 3, 7, 12, 1000])
+def test_a_budget_of_decoded_pictures_holds_and_changes_none(small: Path, held: int) -> None:
+    """Groups have five pictures of 32x64: budgets below, at and above a group, and of two cameras by turns."""
+    dataset = open_dataset(small, return_uint8=True, delta_timestamps={CAMERAS[0]: [-0.3, 0.0, 0.2]})
+    plan = plan_epoch(dataset.units(), PlanSettings(strategy="remaining", batch_size=4, pool_size=2))
+    wanted = [batch for _, batch in dataset.iter_batches(plan, max_steps=6)]
+    dataset.counters = Counters()
+    budget = held * 32 * 64 * 3 + 5
+    for found, other in zip(dataset.iter_batches(plan, max_steps=6, decoded_bytes=budget), wanted, strict=True):
+        for camera in CAMERAS:
+            np.testing.assert_array_equal(found[1][camera], other[camera])
+    assert 0 < dataset.counters.totals()["reelray_decoded_bytes_peak"] <= budget
+    with pytest.raises(BudgetError, match="takes 6144 bytes, more than the decoded budget of 6143 bytes: raise decoded_budget_gb"):
+        next(dataset.iter_batches(plan, decoded_bytes=32 * 64 * 3 - 1))
 
 
 def test_selection_order_and_positions(small: Path) -> None:

@@ -39,7 +39,7 @@ class _Reader:
 
 @pytest.fixture
 def executor() -> Iterator[RangeExecutor]:
-    made = RangeExecutor(TransferLimits(connections=3, inflight_bytes=2000, split_bytes=1000))
+    made = RangeExecutor(TransferLimits(connections=3, subranges=None, inflight_bytes=2000, split_bytes=1000))
     yield made
     made.close()
 
@@ -55,7 +55,7 @@ def test_connections_and_bytes_are_bounded(executor: RangeExecutor) -> None:
 
 
 def test_a_large_range_is_split_and_one_that_exceeds_the_limit_goes_alone() -> None:
-    executor = RangeExecutor(TransferLimits(connections=4, inflight_bytes=500, split_bytes=1000))
+    executor = RangeExecutor(TransferLimits(connections=4, subranges=None, inflight_bytes=500, split_bytes=1000))
     reader = _Reader(0.001)
     assert executor.read(executor.plan([(0, 10_000)]), reader) == [DATA[:10_000]]
     assert len(reader.order) == 10
