@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -28,6 +27,7 @@ from ingest.engine.counters import Counters
 from ingest.engine.dataset import Dataset
 from ingest.errors import BenchmarkError, SettingsError
 from ingest.plan import EpochPlan, plan_epoch
+from ingest.storage.processes import usable_cpus
 from train_integration.ceiling import CeilingFigures, measure_ceiling
 from train_integration.config import EpisodeDataConfig, RankShard, node_services, placeholder, publish_stream
 from train_integration.options import StreamDescription
@@ -156,7 +156,7 @@ def run_bench(
     oracles: list[Figures] = []
     streams: list[Figures] = []
     for _ in range(rounds):
-        ceilings.append(measure_ceiling(dataset, psutil.cpu_count() or 1))
+        ceilings.append(measure_ceiling(dataset, usable_cpus()))
         per_cpu, per_wall = ceilings[-1].camera_frames / ceilings[-1].cpu_s, ceilings[-1].camera_frames / ceilings[-1].wall_s
         if oracle:
             oracles.append(_figures(*measure_oracle(dataset, plan, max_steps=max_steps), 1, per_cpu, per_wall))

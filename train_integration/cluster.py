@@ -13,6 +13,7 @@ import psutil
 import ray
 
 from ingest.errors import ResourceUnavailableError
+from ingest.storage.processes import usable_cpus
 
 _LOG = logging.getLogger("reelray.cluster")
 
@@ -42,9 +43,8 @@ def ray_session(*, cpus: float | None = None, address: str | None = None) -> Ite
 @contextlib.contextmanager
 def _connected(cpus: float | None, address: str | None) -> Iterator[None]:
     target = address or os.environ.get("RAY_ADDRESS")
-    present = os.cpu_count() or 1
     local: dict[str, Any] = {
-        "num_cpus": max(present, int(cpus or 0)),
+        "num_cpus": max(usable_cpus(), int(cpus or 0)),
         "object_store_memory": int(min(2 << 30, max(256 << 20, psutil.virtual_memory().total * 0.1))),
         "include_dashboard": False,
     }

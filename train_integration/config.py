@@ -6,7 +6,6 @@ gets its rank, the world size and references to what was described once; it buil
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from actors.slab import SlabHandle
 from ingest.engine.counters import Counters
 from ingest.errors import SettingsError
 from ingest.plan import Cursor
+from ingest.storage.processes import usable_cpus
 from train_integration.decoding import DecodeBackend, InlineDecoding, PoolDecoding
 from train_integration.feed import RayFeed
 from train_integration.options import StreamDescription, decoded_budget_bytes
@@ -128,7 +128,7 @@ class RankShard:
     def _backend(self, description: StreamDescription) -> Any:
         handles, config = self.handles, description.config
         manager = handles.manager
-        threads = max(1, (os.cpu_count() or 1) // self.ranks_on_node)
+        threads = max(1, usable_cpus() // self.ranks_on_node)
         if manager is None or config.decode == "inline" or (config.decode == "auto" and threads <= _FEW_CPUS):
             threads = config.decode_threads if config.decode == "inline" else min(threads, config.decode_threads)
             return lambda counters: InlineDecoding(threads, handles.location, counters)

@@ -36,7 +36,6 @@ def described(small: Path) -> StreamDescription:
         ("auto", 2, 2, 1),
         ("auto", 2, 1, 2),
         ("auto", 1, 4, 1),
-        ("auto", None, 1, 1),
         ("auto", 16, 8, 2),
         ("auto", 16, 4, None),
         ("auto", 96, 8, None),
@@ -46,9 +45,9 @@ def described(small: Path) -> StreamDescription:
     ],
 )
 def test_ranks_decode_where_there_are_few_cpus_for_each(
-    described: StreamDescription, monkeypatch: pytest.MonkeyPatch, decode: Decode, cpus: int | None, ranks: int, threads: int | None
+    described: StreamDescription, monkeypatch: pytest.MonkeyPatch, decode: Decode, cpus: int, ranks: int, threads: int | None
 ) -> None:
-    monkeypatch.setattr(under_test.os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(under_test, "usable_cpus", lambda: cpus)
     monkeypatch.setattr(under_test.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     manager: Any = Manager()
     shard = RankShard(StreamHandles(None, None, manager, "set"), 0, ranks, ranks, "attempt")  # type: ignore[arg-type]
