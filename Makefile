@@ -50,6 +50,11 @@ $(VENV)/.dev: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
 	$(PIP) -e '.[dev,viz]'
 	touch $@ $(VENV)/.run
 
+# A decoder beside PyAV, which the suites of decoders also run over where it can be loaded: that takes FFmpeg's libraries (Debian: ffmpeg).
+$(VENV)/.torchcodec: $(VENV)/.dev
+	$(PIP) -e '.[torchcodec]'
+	touch $@
+
 $(MOTO)/.ready: | $(VENV)/bin/python
 	$(PYTHON) -m venv $(MOTO)
 	$(MOTO)/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server,s3]'

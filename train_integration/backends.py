@@ -1,7 +1,7 @@
 """Decoders beside PyAV: torchcodec on the CPU, and NVDEC through torchcodec on nodes with a GPU.
 
 torchcodec is optional. It reads containers, so the samples of a span become a small MP4 in memory; every picture that comes
-back is known by its time in it, and one that is not the picture asked for is an error.
+back is known by its time in it, and one that is not the picture asked for is never taken: PyAV decodes it instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import av
@@ -34,6 +34,10 @@ VideoBackend = Literal["pyav", "torchcodec", "nvdec"]
 _GPU_CODECS = frozenset({"h264", "hevc", "vp9", "av1"})
 _AV1_CAPABILITIES = frozenset({(8, 6), (8, 7), (8, 9)})
 """Compute capabilities below 10 whose NVDEC decodes AV1; GA100 (8.0) and Hopper (9.0) do not, Blackwell (10 and up) does."""
+_PER_SECOND = 30
+"""Pictures in a second of the small files; any number will do."""
+_TOGETHER = 16
+"""Pictures taken from torchcodec at a time: it returns them as one tensor, which a whole GOP of 250 would make 230 MB large."""
 
 
 def open_decoder(name: VideoBackend) -> PictureDecoder:
@@ -73,7 +77,7 @@ def _torchcodec() -> Any:
         return importlib.import_module("torchcodec.decoders")
     except (ImportError, RuntimeError, OSError) as error:
         raise ResourceUnavailableError(
-            f"torchcodec cannot be loaded ({type(error).__name__}): install torchcodec and FFmpeg's shared libraries, or use pyav"
+            f"torchcodec cannot be loaded ({type(error).__name__}): install reelray[torchcodec] and FFmpeg's shared libraries, or use pyav"
         ) from error
 
 
@@ -90,7 +94,10 @@ def _warn_once(message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TorchcodecDecoder:
-    """torchcodec, on the CPU or through NVDEC. What a GPU cannot decode, and every form but ``rgb24``, PyAV decodes.
+    """torchcodec, on the CPU or through NVDEC. PyAV decodes what it cannot, and every form but ``rgb24``, with one warning.
+
+    It shows most damaged pictures as if they were whole, where PyAV's decoder says that they are damaged. So damage is sure to be
+    found only where the index has checksums; without them one warning says so.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
@@ -104,7 +111,7 @@ class TorchcodecDecoder:
 
     @property
     def exact(self) -> bool:
-        """Its colour conversion is its own, so no: pictures may differ from PyAV's by rounding."""
+        """Its decoder and colour conversion are those of the FFmpeg or GPU of the machine: pictures may differ by rounding."""
         return False
 
     def decode_into(
@@ -116,18 +123,27 @@ class TorchcodecDecoder:
         writer: PictureWriter,
         out_slots: Sequence[NDArray[Any]] | NDArray[Any],
     ) -> Iterator[tuple[int, int]]:
-        if writer.pixel_format != "rgb24" or not self._takes(table):
-            yield from PYAV.decode_into(table, span, payload, wanted, writer, out_slots)
-            return
-        buffers = payload_buffers(table, span, payload)
-        verify_payload(table, span, buffers)
+        done = 0
         numbers = np.unique(np.asarray(wanted, np.int64))
-        try:
-            yield from self._decode(table, span, buffers, numbers, writer, out_slots)
-        except ReelrayError:
-            raise
-        except Exception as error:
-            raise _failed(table, int(numbers[0]), f"{self.name} failed: {error}") from error
+        if writer.pixel_format == "rgb24" and self._takes(table):
+            buffers = payload_buffers(table, span, payload)
+            verify_payload(table, span, buffers)
+            if table.gop_xxh3 is None:
+                _warn_once(
+                    f"{self.name} shows damaged pictures as if they were whole: record checksums (reelray sidecar build --checksums)"
+                )
+            try:
+                for pixels in self._decode(table, span, buffers, numbers):
+                    self._write(table, int(numbers[done]), pixels, writer, out_slots[done])
+                    yield done, int(numbers[done])
+                    done += 1
+            except ReelrayError:
+                raise
+            except Exception as error:  # whatever a library of others raises
+                _warn_once(f"{table.path}: {self.name} failed, PyAV decodes what is left: {error}")
+        if done < len(numbers):
+            for place, picture in PYAV.decode_into(table, span, payload, numbers[done:], writer, out_slots[done:]):
+                yield done + place, picture
 
     def _takes(self, table: SampleTable) -> bool:
         if self.device == "cpu":
@@ -141,43 +157,53 @@ class TorchcodecDecoder:
         return False
 
     def _decode(
-        self,
-        table: SampleTable,
-        span: PictureSpan,
-        buffers: list[memoryview],
-        numbers: NDArray[np.int64],
-        writer: PictureWriter,
-        out_slots: Sequence[NDArray[Any]] | NDArray[Any],
-    ) -> Iterator[tuple[int, int]]:
-        ticks = table.dts[span.first : span.stop].astype(np.int64) + table.composition[span.first : span.stop]
-        shift = max(0, -int(table.composition[span.first : span.stop].min()))
-        rank = np.argsort(np.argsort(ticks, kind="stable"), kind="stable")
-        samples = table.presented[numbers] - span.first
+        self, table: SampleTable, span: PictureSpan, buffers: list[memoryview], numbers: NDArray[np.int64]
+    ) -> Iterator[NDArray[np.uint8]]:
+        """The pictures of these numbers, each [height, width, 3]; whatever the library raises where it has not got one."""
+        rank = _ranks(table, span)
+        shift = int((np.arange(len(rank)) - rank).max())
+        places = rank[table.presented[numbers] - span.first]
         decoder = _torchcodec().VideoDecoder(
-            _small_file(table, span, buffers, shift),
+            _small_file(table, span, buffers, rank, shift),
             dimension_order="NHWC",
             num_ffmpeg_threads=1,
             device=self.device,
             seek_mode="exact",
         )
-        found = decoder.get_frames_at(indices=rank[samples].tolist())
-        expected = (ticks[samples] - int(table.dts[span.first]) + shift) / table.ticks_per_second
-        pictures = found.data.cpu().numpy()
-        for place, picture in enumerate(numbers.tolist()):
-            at = float(found.pts_seconds[place])
-            if abs(at - expected[place]) > 0.5 / table.ticks_per_second + 1e-6:
-                raise _failed(table, picture, f"{self.name} returned the picture at {at:.6f} s, expected {expected[place]:.6f} s")
-            writer.write(av.VideoFrame.from_ndarray(np.ascontiguousarray(pictures[place]), format="rgb24"), out_slots[place])
-            yield place, picture
+        for first in range(0, len(places), _TOGETHER):
+            part = places[first : first + _TOGETHER]
+            found = decoder.get_frames_at(indices=part.tolist())
+            late = np.abs(found.pts_seconds.cpu().numpy() * _PER_SECOND - (part + shift)) > 0.25
+            for pixels, other in zip(found.data.cpu().numpy(), late.tolist(), strict=True):
+                if other:
+                    raise ValueError("it returned another picture than the one asked for")
+                yield pixels
+
+    def _write(self, table: SampleTable, picture: int, pixels: NDArray[np.uint8], writer: PictureWriter, out: NDArray[Any]) -> None:
+        try:
+            writer.write(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24"), out)
+        except DecodeError as error:
+            raise _failed(table, picture, str(error)) from error
 
 
-def _small_file(table: SampleTable, span: PictureSpan, buffers: list[memoryview], shift: int) -> bytes:
+def _ranks(table: SampleTable, span: PictureSpan) -> NDArray[np.int64]:
+    """[span] the place of every sample among those of the span in presentation order."""
+    ticks = table.dts[span.first : span.stop].astype(np.int64) + table.composition[span.first : span.stop]
+    return np.argsort(np.argsort(ticks, kind="stable"), kind="stable")
+
+
+def _small_file(table: SampleTable, span: PictureSpan, buffers: list[memoryview], rank: NDArray[np.int64], shift: int) -> bytes:
+    """An MP4 of a span in which a sample of rank r is shown at tick r + shift: in the file itself two may have one time."""
+    composition = np.zeros(table.samples, np.int64)
+    composition[span.first : span.stop] = rank - np.arange(len(rank))
+    ones = np.ones(table.samples, np.int64)
+    timed = replace(table, timescale=_PER_SECOND, durations=ones, dts=np.arange(table.samples), composition=composition)
     chunk, offset = span.chunks_of(table)
     sizes = table.sizes[span.first : span.stop].astype(np.int64)
     data = b"".join(
         bytes(buffers[number][at : at + size]) for number, at, size in zip(chunk.tolist(), offset.tolist(), sizes.tolist(), strict=True)
     )
-    return mini_header(table, span.first, span.stop, np.cumsum(sizes) - sizes, len(data), edit=None, shift=shift) + data
+    return mini_header(timed, span.first, span.stop, np.cumsum(sizes) - sizes, len(data), edit=None, shift=shift) + data
 
 
 def _failed(table: SampleTable, picture: int, what: str) -> DecodeError:
