@@ -32,7 +32,7 @@ bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.stream
 
 # Runs every benchmark (about three quarters of an hour) and writes the tables of the documents anew.
-figures: $(VENV)/.run $(LEROBOT)/.ready
+figures: $(VENV)/.run $(VENV)/.torchcodec $(LEROBOT)/.ready
 	$(BIN)/python -m benchmarks
 
 wheel: $(VENV)/.dev
@@ -51,7 +51,7 @@ $(VENV)/.dev: pyproject.toml constraints-dev.txt | $(VENV)/bin/python
 	touch $@ $(VENV)/.run
 
 # A decoder beside PyAV, which the suites of decoders also run over where it can be loaded: that takes FFmpeg's libraries (Debian: ffmpeg).
-$(VENV)/.torchcodec: $(VENV)/.dev
+$(VENV)/.torchcodec: $(VENV)/.run
 	$(PIP) -e '.[torchcodec]'
 	touch $@
 

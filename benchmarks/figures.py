@@ -199,6 +199,21 @@ def language(found: Figures) -> str:
     return table("recipe|µs per sample|of a sample's cost|frames planned per s", rows)
 
 
+def decoders(found: Figures) -> str:
+    """torchcodec against PyAV."""
+    rows = [
+        (
+            name,
+            f"{number(one['pyav_cpu_ms'])} ms",
+            f"{number(one['torchcodec_cpu_ms'])} ms",
+            number(one["torchcodec_over_pyav"]),
+            one["largest_difference"],
+        )
+        for name, one in found["sets"].items()
+    ]
+    return table("CPU time per picture|PyAV|torchcodec|torchcodec ÷ PyAV|largest difference", rows)
+
+
 def prefeature(found: Figures) -> str:
     """Reading, writing, checking and training."""
     read, write, validate, train = (found[name] for name in ("read", "write", "validate", "ray_train"))
@@ -227,6 +242,7 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "soak": ("soak", soak),
     "sidecar": ("sidecar", sidecar),
     "language": ("language", language),
+    "decoders": ("decoders", decoders),
     "prefeature": ("prefeature", prefeature),
 }
 """Each table by name: the results that it stands on, and what renders them."""
