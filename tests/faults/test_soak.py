@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import LIMITS, slopes
+from benchmarks.soak import LIMITS, growing, slopes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +28,13 @@ def looks(growth: float) -> list[dict[str, float]]:
 def test_growth_is_found(growth: float, least: float, most: float) -> None:
     for one in slopes(looks(growth)).values():
         assert least <= one["slope_percent_per_hour"] <= most
+
+
+def test_growth_is_named_beyond_what_is_noise() -> None:
+    flat = slopes(looks(0.0))
+    assert growing(flat) == []
+    found = {name: one | {"slope_percent_per_hour": 20.0, "slope_per_hour": 1e6} for name, one in flat.items()}
+    assert growing(found) == ["memory_bytes", "descriptors", "threads"]
 
 
 @pytest.mark.ray
@@ -48,6 +55,8 @@ def test_a_long_run(tmp_path: Path, minutes: float) -> None:
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False)
     figures: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
     assert figures["samples_of_rank_0"] > 0
+    assert figures["cpu_cores"] > 0
+    assert figures["looks"]["used"] > 0.5 * figures["looks"]["all"] or minutes < 1
     assert set(figures["series"]) >= {*LIMITS, "memory of Decoder", "memory of RayTrainWorker"}
     assert figures["series"]["memory_bytes"]["mean"] > 1e8
     assert (tmp_path / "soak.html").read_text().count("<svg") == len(LIMITS)
