@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from ray.data._internal.stats import get_or_create_stats_actor
 
 from ingest.datasource import UnitList
 from ingest.engine.counters import Counters
@@ -59,3 +63,38 @@ def test_reading_again_and_again_leaves_no_thread_behind(streamed: Path) -> None
         assert len(list(feed.units(wanted, Counters(), credits))) == len(nbytes)
         threads.append({thread.ident for thread in threading.enumerate() if thread.name == "Prefetcher"})
     assert threads == [set()] * 4
+
+
+OF_RAY = 150
+"""Objects that Ray keeps in this process for each execution, and some: a remote function, and a class of an actor with its methods."""
+
+
+def test_reading_again_and_again_keeps_nothing(streamed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stream does, which reads anew for every epoch."""
+    # Whoever runs tests keeps what is logged.
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    description, _ = open_stream(streamed, StreamConfig())
+    units = description.units
+    nbytes = np.full(len(units.episode), EACH, np.int64)
+    wanted = UnitList(np.arange(len(nbytes)), units.dataset, units.episode, units.lo, units.hi, nbytes)
+    feed = RayFeed(ray.put(description.job), 64 << 20)
+    ledger = ByteLedger(len(nbytes) * EACH)
+
+    def read(times: int) -> Counter[str]:
+        for _ in range(times):
+            credits = UnitCredits(ledger, nbytes)
+            assert len(list(feed.units(wanted, Counters(), credits))) == len(nbytes)
+            credits.close()
+        gc.collect()
+        return Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+
+    stats = get_or_create_stats_actor()
+    before, known = read(3), len(ray.get(stats.get_datasets.remote()))
+    after = read(6)
+    grown = after - before
+    ours = {name: count for name, count in grown.items() if name.split(".")[0] in {"actors", "ingest", "train_integration"}}
+    assert ours == {}
+    assert sum(grown.values()) / 6 < OF_RAY, grown.most_common(12)
+    assert ray.get(feed.gate.kept.remote()) == 0
+    assert ledger.lists == []
+    assert len(ray.get(stats.get_datasets.remote())) == known
