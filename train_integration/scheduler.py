@@ -160,9 +160,8 @@ class BatchScheduler:
                     return
                 self._admit(ordinal, arrived)
             self.fed.set()
-        except StreamClosedError:
-            pass
         except BaseException as error:
+            # Also where the stream was closed meanwhile: whoever waits for a unit waits in vain.
             self._feeder_error = error
         finally:
             with self._changed:

@@ -85,6 +85,23 @@ def test_a_stream_that_waits_says_since_when_and_for_what(root: Path) -> None:
     assert len(ended) == 1
 
 
+def test_whoever_waits_for_a_unit_learns_that_its_feeder_was_closed(root: Path) -> None:
+    """Closed memory ends the feeder first; the thread that waits for its units must not wait until it is found stalled."""
+    description, _ = described(root, strategy="sequential", batch_size=2, stall_s=5)
+
+    class Closed:
+        def units(self, wanted: Any, counters: Any, credits: Any) -> Iterator[Any]:
+            credits.wait(0)
+            raise StreamClosedError("the slots were closed")
+            yield
+
+        def await_readers(self, timeout_s: float) -> bool:
+            return True
+
+    with opened(description, feed=Closed()) as stream, pytest.raises(StreamClosedError, match="the slots were closed"):
+        next(iter(stream))
+
+
 def test_words_for_a_wait() -> None:
     reading = StreamReading(totals={}, waiting_since=0.0, pool=PoolLoad(4, 4, 2), budget_limit_bytes=10, budget_used_bytes=7, slots=9)
     assert describe_wait(reading) == (
