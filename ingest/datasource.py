@@ -32,7 +32,8 @@ from ray.exceptions import RayError
 
 from ingest.engine.assemble import BatchAssembler, PlannedSamples
 from ingest.engine.counters import Counters
-from ingest.engine.dataset import Dataset, DecodedUnits, open_dataset
+from ingest.engine.dataset import Dataset, open_dataset
+from ingest.engine.decoded import DecodedUnits
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData, pack_unit, unpack_unit

@@ -23,7 +23,8 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from actors.manager import PoolSettings, stop_services
 from actors.resources import wait_for_resources
 from ingest.engine.damage import DamageReport
-from ingest.engine.dataset import DECODED_CACHE_BYTES, Dataset
+from ingest.engine.dataset import Dataset
+from ingest.engine.decoded import DECODED_CACHE_BYTES
 from ingest.errors import CursorError, DamagedDataError, ReelrayError
 from ingest.language.stage import stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch

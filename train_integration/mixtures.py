@@ -19,7 +19,8 @@ from ingest.datasource import ReadJob
 from ingest.engine.assemble import BatchAssembler, Sample, Transform
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamageReport
-from ingest.engine.dataset import DECODED_CACHE_BYTES, Dataset, DecodedUnits, open_dataset, planned_batches
+from ingest.engine.dataset import Dataset, open_dataset, planned_batches
+from ingest.engine.decoded import DECODED_CACHE_BYTES, DecodedUnits
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import UnitData

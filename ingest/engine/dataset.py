@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,15 +16,15 @@ from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, Trans
 from ingest.engine.checks import check_selection, first_of
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
+from ingest.engine.decoded import DECODED_CACHE_BYTES, DecodedUnits
 from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.indexing import IndexedSource, IndexOptions, open_index
-from ingest.engine.pictures import PictureForm, decode_run, groups, located
 from ingest.engine.recipes import FrameRuns, check_anchor, plan_recipe, rendering_options
 from ingest.engine.rendering import RenderStage, chain, render_batch, render_one
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData
 from ingest.engine.units import cut_into_runs, dataset_fingerprint, episode_units, keep_runs, payload_bytes
-from ingest.errors import BudgetError, DamagedDataError, DatasetError, SelectionError, SettingsError
+from ingest.errors import DatasetError, SelectionError, SettingsError
 from ingest.language.audit import AnnotationFinding
 from ingest.language.coverage import LanguagePlan
 from ingest.language.episode import check_declared
@@ -43,9 +43,6 @@ from ingest.video.index import VideoIndex
 from ingest.video.sidecar.lookup import SidecarIndex
 
 _LOG = logging.getLogger("reelray.engine")
-
-DECODED_CACHE_BYTES = 2 << 30
-"""Bytes of decoded pictures that the single-process engine keeps where nothing else is said, at most."""
 
 
 _FINDINGS_LOGGED = 10
@@ -292,96 +289,13 @@ def iter_samples(dataset: Dataset, settings: PlanSettings | None = None, *, epoc
             yield {key: value[place] for key, value in batch.items() if key != "is_pad"}
 
 
-class DecodedUnits:
-    """Decoded groups of pictures, the least recently used dropped first. Of a group beyond the budget as much as fits is held.
-
-    Args:
-        spec: what samples consist of.
-        where: location of each dataset by its number, for messages.
-        counters: receives totals.
-        budget_bytes: pictures held at a time, at most.
-    """
-
-    def __init__(self, spec: SampleSpec, where: Sequence[str], counters: Counters, budget_bytes: int = DECODED_CACHE_BYTES) -> None:
-        self._where = tuple(where)
-        self._forms = {camera: PictureForm.of(spec, camera) for camera in spec.cameras}
-        self._counters = counters
-        self._budget = budget_bytes
-        self._used = 0
-        self._groups: OrderedDict[tuple[int, str, int], tuple[int, NDArray[Any]]] = OrderedDict()
-        self._edges: dict[tuple[int, str], NDArray[np.int64]] = {}
-
-    def bind(self, units: Mapping[int, UnitData]) -> Any:
-        """A `PictureOf` over some fetched units."""
-
-        def picture(number: int, camera: str, frame: int) -> NDArray[Any]:
-            return self._picture(number, units[number], camera, frame)
-
-        return picture
-
-    def drop(self, number: int) -> None:
-        """Forgets everything about one unit."""
-        for key in [key for key in self._groups if key[0] == number]:
-            self._forget(key)
-        for edge in [edge for edge in self._edges if edge[0] == number]:
-            del self._edges[edge]
-
-    def _picture(self, number: int, unit: UnitData, camera: str, frame: int) -> NDArray[Any]:
-        track = unit.tracks[camera]
-        local = frame - track.first
-        if (number, camera) not in self._edges:
-            everything = np.arange(track.pictures, dtype=np.int64)
-            self._edges[number, camera] = np.array([group[0] for group in groups(track, everything)], dtype=np.int64)
-        edges = self._edges[number, camera]
-        group = int(np.searchsorted(edges, local, side="right")) - 1
-        key = (number, camera, group)
-        first, pictures = self._groups.get(key, (0, None))
-        if pictures is None or not first <= local < first + len(pictures):
-            stop = int(edges[group + 1]) if group + 1 < len(edges) else track.pictures
-            self._forget(key)
-            first, pictures = self._decode(unit, camera, int(edges[group]), stop, local)
-            self._groups[key] = (first, pictures)
-            self._used += pictures.nbytes
-            self._counters.at_least("reelray_decoded_bytes_peak", self._used)
-        self._groups.move_to_end(key)
-        return pictures[local - first]
-
-    def _decode(self, unit: UnitData, camera: str, first: int, stop: int, local: int) -> tuple[int, NDArray[Any]]:
-        """Pictures ``first`` to ``stop`` of a track, or those from ``local`` on that the budget holds; and which is the first."""
-        track, form = unit.tracks[camera], self._forms[camera]
-        writer = form.writer()
-        shape = writer.shape(track.table)
-        nbytes = int(np.prod(shape)) * writer.dtype.itemsize
-        most = self._budget // nbytes
-        if most < 1:
-            raise BudgetError(
-                f"{self._where[unit.dataset]}: a decoded picture of {camera} takes {nbytes} bytes, more than the decoded budget of "
-                f"{self._budget} bytes: raise decoded_budget_gb"
-            )
-        if stop - first > most:
-            first, stop = local, min(stop, local + most)
-        wanted = np.arange(first, stop, dtype=np.int64)
-        while self._used + len(wanted) * nbytes > self._budget:
-            self._forget(next(iter(self._groups)))
-        pictures = np.empty((len(wanted), *shape), writer.dtype)
-        try:
-            decoded = decode_run(track, wanted, form, list(pictures))
-        except DamagedDataError as error:
-            raise located(error, self._where[unit.dataset], unit.episode, track) from error
-        self._counters.add("reelray_pictures_decoded", decoded)
-        return first, pictures
-
-    def _forget(self, key: tuple[int, str, int]) -> None:
-        if key in self._groups:
-            self._used -= self._groups.pop(key)[1].nbytes
-
-
 def open_dataset(
     source: str | Path | Store,
     *,
     revision: str | None = None,
     repo_type: str | None = None,
     root: str | Path | None = None,
+    data_root: str | Path | None = None,
     episodes: Sequence[int] | None = None,
     exclude_episodes: Sequence[int] | None = None,
     options: ReadOptions | None = None,
@@ -403,6 +317,7 @@ def open_dataset(
         revision: branch, tag or commit of a dataset on the Hub.
         repo_type: ``dataset`` or ``bucket``; None takes it from the spelling.
         root: directory that holds the dataset which ``source`` names.
+        data_root: location of rows and videos where they are not beside the metadata: any location, with the same files below it.
         episodes: episodes to read, in the order to read them; None reads all.
         exclude_episodes: episodes to leave out.
         options: how to read; or give the fields of `ReadOptions` as keywords.
@@ -437,6 +352,9 @@ def open_dataset(
     store = transfer.limited(store)
     stage = stage_of(recipe)
     opened = open_source(transfer.cached(store), allow_unknown_version=allow_unknown_version)
+    if data_root is not None:
+        store = transfer.limited(open_store(parse_location(data_root)))
+        opened = replace(opened, store=transfer.cached(store))
     for warning in opened.warnings:
         _LOG.warning("%s: %s", store.url, warning)
     options = options or ReadOptions(**read_options)

@@ -15,7 +15,7 @@ from rich_dataset import DEPTH, PICTURE
 
 from ingest.engine import COUNTERS, BatchAssembler, Counters, PlannedSamples, open_dataset
 from ingest.engine.assemble import BufferPool
-from ingest.engine.dataset import DecodedUnits
+from ingest.engine.decoded import DecodedUnits
 from ingest.engine.fetch import UnitRequest
 from ingest.engine.frames import HeapFrames
 from ingest.engine.modes import choose_once
