@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,9 +24,21 @@ from ingest.plan import PlanSettings, Units
 from ingest.storage.base import Store
 from ingest.storage.transfer import TransferOptions
 from train_integration.credits import DEFAULT_WINDOW
+from train_integration.option_checks import require_positive
 from train_integration.worklist import EpisodeLengths
 
 Decode = Literal["auto", "pool", "inline"]
+_POSITIVE = (
+    "byte_budget_gb",
+    "prefetch_batches",
+    "prefetch_units",
+    "fetch_threads",
+    "decode_threads",
+    "stall_s",
+    "decoded_budget_gb",
+    "lane_frames",
+    "epochs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +95,7 @@ class StreamConfig:
     stall_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("byte_budget_gb", "prefetch_batches", "prefetch_units", "fetch_threads", "decode_threads", "stall_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
-        for name in ("decoded_budget_gb", "lane_frames", "epochs"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise SettingsError(f"{name} must be positive, found {value}")
+        require_positive({name: getattr(self, name) for name in _POSITIVE})
         if self.plan.tail == "loop" and self.damage == "skip_episode":
             raise SettingsError(
                 "damage 'skip_episode' and tail 'loop' exclude each other: nothing can be taken out of an order without end"

@@ -114,7 +114,7 @@ class IndexOptions:
         if self.workers < 1:
             raise SettingsError(f"sidecar_workers must be positive, found {self.workers}")
         if self.lock_timeout_s < 0:
-            raise SettingsError(f"sidecar_lock_timeout_s must be 0 or more, found {self.lock_timeout_s:g}")
+            raise SettingsError(f"sidecar_lock_timeout_s must be non-negative, found {self.lock_timeout_s:g}")
 
 
 def open_index(videos: IndexedSource, options: IndexOptions) -> VideoIndex:

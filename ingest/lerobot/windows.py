@@ -52,7 +52,7 @@ class Windows:
         if not math.isfinite(fps) or fps <= 0:
             raise SettingsError(f"fps is {fps}, expected a positive number")
         if not math.isfinite(tolerance_s) or tolerance_s < 0:
-            raise SettingsError(f"tolerance_s is {tolerance_s}, expected 0 or more seconds")
+            raise SettingsError(f"tolerance_s must be non-negative, found {tolerance_s}")
         if info is not None:
             _check_keys(delta or {}, info)
         deltas: dict[str, NDArray[np.int64]] = {}

@@ -25,7 +25,8 @@ from reelray.commands.common import (
     print_json,
     print_language,
 )
-from reelray.commands.train_options import DatasetArguments, LoaderArguments, explain, require_positive
+from reelray.commands.train_options import DatasetArguments, LoaderArguments, explain
+from train_integration.option_checks import require_non_negative, require_positive
 
 if TYPE_CHECKING:
     from ingest.language.stage import RenderStage
@@ -211,10 +212,9 @@ class Train:
         self.dataset.check()
         self.loader.check()
         names = ("batch_size", "steps", "save_freq", "log_freq", "world_size", "max_world_size", "decoded_budget_gb", "lanes")
-        require_positive(self, names)
-        require_positive(self.policy, ("chunk", "learning_rate"), "policy.")
-        if self.tolerance_s < 0 or self.step_s < 0 or self.max_failures < 0:
-            raise SettingsError("tolerance_s, step_s and max_failures must be non-negative")
+        require_positive({name: getattr(self, name) for name in names})
+        require_positive({name: getattr(self.policy, name) for name in ("chunk", "learning_rate")}, "policy.")
+        require_non_negative({name: getattr(self, name) for name in ("tolerance_s", "step_s", "max_failures", "node_wait_s")})
         if self.max_world_size is not None and self.max_world_size < self.world_size:
             raise SettingsError(f"max_world_size is {self.max_world_size}, less than world_size {self.world_size}, which is the least")
         if not self.dataset.streaming and not is_mixture_file(self.location()):

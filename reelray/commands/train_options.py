@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from ingest.errors import SettingsError
 from ingest.lerobot.selection import parse_episodes
 from reelray.commands.common import Strategy
+from train_integration.option_checks import refuse_eval_split, require_non_negative, require_positive
 
 _LOG = logging.getLogger("reelray.train")
 
@@ -90,18 +90,13 @@ class DatasetArguments:
             "streaming_sidecar_lock_timeout_s",
             "max_num_shards",
         )
-        require_positive(self, positive, "dataset.")
+        require_positive({name: getattr(self, name) for name in positive}, "dataset.")
+        require_non_negative({"streaming_prefetch_episodes": self.streaming_prefetch_episodes}, "dataset.")
         chosen = [] if self.episodes is None else parse_episodes(self.episodes)
         twice = sorted({number for number in chosen if chosen.count(number) > 1})
         if twice:
             raise SettingsError(f"dataset.episodes names {', '.join(map(str, twice))} more than once: name every episode once")
-        if self.streaming_prefetch_episodes < 0:
-            raise SettingsError(f"dataset.streaming_prefetch_episodes must be non-negative, found {self.streaming_prefetch_episodes}")
-        if self.eval_split:
-            raise SettingsError(
-                f"dataset.eval_split is {self.eval_split:g}, which streaming does not offer: leave it 0 and hold episodes out "
-                "(dataset.exclude_episodes)"
-            )
+        refuse_eval_split(self.eval_split, "dataset.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,21 +118,8 @@ class LoaderArguments:
         Raises:
             SettingsError: names the field.
         """
-        require_positive(self, ("prefetch_factor",))
-        if self.num_workers < 0:
-            raise SettingsError(f"num_workers must be non-negative, found {self.num_workers}")
-
-
-def require_positive(options: Any, names: tuple[str, ...], prefix: str = "") -> None:
-    """Refuses values that are not above zero; None passes.
-
-    Raises:
-        SettingsError: names the field and the value.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise SettingsError(f"{prefix}{name} must be positive, found {value}")
+        require_positive({"prefetch_factor": self.prefetch_factor})
+        require_non_negative({"num_workers": self.num_workers})
 
 
 def explain(dataset: DatasetArguments, loader: LoaderArguments) -> None:
