@@ -59,6 +59,29 @@ def hub_token() -> str | None:
         return None
 
 
+def use_hub_token(token: str | bool) -> None:
+    """Makes a Hub token that of this process and of those that it starts from now on.
+
+    It goes to the environment alone, where ``hub_token`` looks: no plan, state or pickled store ever holds it.
+
+    Args:
+        token: the token; False for none at all; True for the one that is there, which then has to be.
+
+    Raises:
+        SettingsError: there is no token.
+    """
+    if token is True:
+        if hub_token() is None:
+            raise SettingsError("token is True, but there is none: set HF_TOKEN or run 'hf auth login'")
+        return
+    if token is not False and not token.strip():
+        raise SettingsError("token is empty: leave it out, or give False to read without one")
+    os.environ["HF_TOKEN"] = token or ""
+    if not token:
+        os.environ["HUGGING_FACE_HUB_TOKEN"] = ""
+        os.environ["HF_TOKEN_PATH"] = os.devnull
+
+
 def aws_variable(name: str) -> str | None:
     """One of the ``AWS_*`` variables, by the rest of its name; None where it is unset or empty."""
     return os.environ.get(f"AWS_{name}") or None

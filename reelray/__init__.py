@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ingest.plan import PlanSettings, plan_epoch
     from train_integration.config import EpisodeDataConfig, get_sample_stream
     from train_integration.iterable import EpisodeIterableDataset
+    from train_integration.lerobot_dataset import StreamingLeRobotDataset
     from train_integration.mixtures import Member, open_mixture
     from train_integration.options import StreamConfig, open_stream
     from train_integration.stream import SampleStream
@@ -50,6 +51,7 @@ _HOME = {
     "read_episodes": "ingest.datasource",
     "EpisodeDataConfig": "train_integration.config",
     "EpisodeIterableDataset": "train_integration.iterable",
+    "StreamingLeRobotDataset": "train_integration.lerobot_dataset",
     "Member": "train_integration.mixtures",
     "open_mixture": "train_integration.mixtures",
     "StreamConfig": "train_integration.options",
@@ -74,6 +76,7 @@ __all__ = [
     "SampleStream",
     "SeededTransform",
     "StreamConfig",
+    "StreamingLeRobotDataset",
     "TorchTransform",
     "TrainingRecipe",
     "__version__",

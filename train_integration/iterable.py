@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ingest.errors import CursorError, SettingsError
-from ingest.plan import Cursor, EpochPlan, plan_epoch
+from ingest.plan import Cursor, EpochPlan, PlanSettings, plan_epoch
 from ingest.settings import distributed_rank
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
@@ -56,7 +57,8 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
     """Samples, or whole batches, of one rank, for a `torch.utils.data.DataLoader`.
 
     Give the loader the batch size of the plan, or ``batched=True`` here and ``batch_size=None`` there, which saves the
-    collation. Each iteration delivers an epoch and the next one the following epoch.
+    collation. Each iteration delivers an epoch and the next one the following epoch; under the plan's ``tail='loop'`` an
+    iteration never ends, and every worker goes on with its own next epoch.
 
     State: without loader workers ``state_dict()`` counts the batches that were handed out. With workers only the training
     loop knows how many of the loader's batches it used: ``state_dict(batches=n)``. Loaders that save the state of each of
@@ -90,8 +92,6 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
             self.rank, self.world_size = checked_rank(rank, world_size)
         else:
             self.rank, self.world_size = rank_and_world_size()
-        if description.config.plan.tail == "loop":
-            raise SettingsError("tail 'loop' has no end of an epoch to iterate to: use exact, drop_tail or pad")
         budget = description.config.decoded_budget_gb
         if decoded_bytes is None:
             total = psutil.virtual_memory().total * _MEMORY_SHARE / self.world_size
@@ -110,6 +110,10 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         self._begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64).share_memory_()
         # Workers of the loader that iterates, for the copy in the training process; -1 while nobody did.
         self._loader = torch.full((1,), -1, dtype=torch.int64).share_memory_()
+
+    @property
+    def _endless(self) -> bool:
+        return self._description.config.plan.tail == "loop"
 
     @property
     def epoch(self) -> int:
@@ -150,7 +154,7 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
 
     def _after(self, start: Cursor, batches: int) -> Cursor:
         plan = plan_epoch(self._description.units, self._settings(start.segments[-1].topology.workers), start)
-        return plan.cursor_at(min(start.batches + batches, plan.steps))
+        return plan.cursor_at(start.batches + batches if self._endless else min(start.batches + batches, plan.steps))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on after the batches that a state counts.
@@ -196,7 +200,7 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         worker = None if workers < 2 else self._consumer(plan, slot, workers, resumed)
         ranked = plan.rank(self.rank)
         self._logical = worker
-        if worker is not None and worker >= ranked.workers:
+        if worker is not None and (worker >= ranked.workers or not plan.segment.worker_frames(self.rank)[worker]):
             self._end(plan, info)
             return
         self._position = plan.cursor
@@ -216,7 +220,7 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
             worker=worker,
         )
         with stream:
-            for batch in stream:
+            for batch in chain.from_iterable(repeat(stream) if self._endless else (stream,)):
                 yield from self._handed_out(stream, batch, info)
         self._end(plan, info)
 
@@ -254,7 +258,8 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         known = int(self._loader[0])
         return self._description.config.plan.workers if known < 0 else known
 
-    def _settings(self, workers: int) -> Any:
+    def _settings(self, workers: int) -> PlanSettings:
+        """The plan's settings with the consumers that there are."""
         return replace(self._description.with_topology(world_size=self.world_size), workers=workers)
 
     def _start(self, epoch: int, workers: int) -> EpochPlan:
@@ -266,9 +271,9 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
         return plan_epoch(plan.units, plan.settings, replace(plan.cursor, skipped=skipped))
 
     def _local(self, workers: int) -> StreamDescription:
-        """The description for this process: its share of the byte budget, one epoch, and connections of its own."""
+        """The description for this process: its share of the byte budget, what it iterates over, and connections of its own."""
         config = self._description.config
-        plan = replace(config.plan, workers=workers)
-        config = replace(config, plan=plan, epochs=1, byte_budget_gb=config.byte_budget_gb / max(1, workers))
+        plan, epochs = self._settings(workers), None if self._endless else 1
+        config = replace(config, plan=plan, epochs=epochs, byte_budget_gb=config.byte_budget_gb / max(1, workers))
         job = copy.deepcopy(self._description.job)
         return replace(self._description, config=config, job=job)
