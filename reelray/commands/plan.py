@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.engine.damage import DamageReport
-from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, PlanReport, RankRun, plan_epoch, report_plan
 from reelray.commands.common import (
     Flat,
@@ -26,6 +25,7 @@ from reelray.commands.common import (
     print_language,
     print_table,
 )
+from train_integration.option_checks import require_non_negative
 
 if TYPE_CHECKING:
     from ingest.engine.dataset import Dataset
@@ -73,8 +73,7 @@ class Plan:
         from train_integration.options import StreamConfig
         from train_integration.plan_page import runs_table, simulated_runs, write_plan_page
 
-        if self.max_steps is not None and self.max_steps < 0:
-            raise SettingsError(f"max_steps must be 0 or more, found {self.max_steps}")
+        require_non_negative({"max_steps": self.max_steps or 0})
         check_outputs(order=self.order, cursor_out=self.cursor_out, html=self.html)
         order = self.order_options
         config = StreamConfig(

@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from ingest.errors import SettingsError
 from ingest.plan import EpochPlan, plan_epoch
 from reelray.commands.common import (
     Flat,
@@ -25,6 +24,7 @@ from reelray.commands.common import (
 )
 from train_integration.accounting import FrameAccount
 from train_integration.mixtures import open_described
+from train_integration.option_checks import require_non_negative, require_positive
 from train_integration.options import StreamConfig
 
 
@@ -78,8 +78,9 @@ class Stream:
         from train_integration.delivery import deliver_locally, deliver_through_ray, read_cursor, write_cursor
         from train_integration.ledger import write_order
 
-        if self.max_steps is not None and self.max_steps < 0:
-            raise SettingsError(f"max_steps must be 0 or more, found {self.max_steps}")
+        require_positive({"decode_actors": self.decode_actors})
+        names = ("decode_cpus", "step_s", "max_failures")
+        require_non_negative({"max_steps": self.max_steps or 0} | {name: getattr(self, name) for name in names})
         check_outputs(order=self.order, cursor_out=self.cursor_out)
         order = self.order_options
         config = StreamConfig(

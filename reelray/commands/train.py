@@ -211,10 +211,22 @@ class Train:
 
         self.dataset.check()
         self.loader.check()
-        names = ("batch_size", "steps", "save_freq", "log_freq", "world_size", "max_world_size", "decoded_budget_gb", "lanes")
+        names = (
+            "batch_size",
+            "steps",
+            "save_freq",
+            "log_freq",
+            "world_size",
+            "max_world_size",
+            "decode_actors",
+            "decoded_budget_gb",
+            "lanes",
+        )
         require_positive({name: getattr(self, name) for name in names})
         require_positive({name: getattr(self.policy, name) for name in ("chunk", "learning_rate")}, "policy.")
-        require_non_negative({name: getattr(self, name) for name in ("tolerance_s", "step_s", "max_failures", "node_wait_s")})
+        require_non_negative(
+            {name: getattr(self, name) for name in ("tolerance_s", "decode_cpus", "step_s", "max_failures", "node_wait_s")}
+        )
         if self.max_world_size is not None and self.max_world_size < self.world_size:
             raise SettingsError(f"max_world_size is {self.max_world_size}, less than world_size {self.world_size}, which is the least")
         if not self.dataset.streaming and not is_mixture_file(self.location()):

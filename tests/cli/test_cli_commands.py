@@ -227,7 +227,19 @@ def test_selections_and_dotted_values(run: Run, root: Path, tmp_path: Path) -> N
     assert set(columns(file)["episode_index"]) == {1, 3, 4, 5}
     assert "is not a list of episode numbers" in failure(run("plan", root, "--episodes", "one"))
     assert "do not exist" in failure(run("plan", root, "--episodes", "77"))
-    assert "max_steps" in failure(run("plan", root, "--max-steps", -1))
+    assert "max_steps must be non-negative, found -1" in failure(run("plan", root, "--max-steps", -1))
+    for name, wrong, rule in (
+        ("max-steps", -1, "non-negative"),
+        ("step-s", -0.5, "non-negative"),
+        ("max-failures", -1, "non-negative"),
+        ("decode-actors", 0, "positive"),
+        ("decode-cpus", -1.0, "non-negative"),
+        ("tolerance-s", -1.0, "non-negative"),
+        ("sidecar-lock-timeout-s", -1.0, "non-negative"),
+        ("prefetch-batches", 0, "positive"),
+    ):
+        line = failure(run("stream", root, "--engine", "local", f"--{name}", wrong))
+        assert f"{name.replace('-', '_')} must be {rule}, found {wrong:g}" in line
     assert "is not JSON" in failure(run("plan", root, "--delta-timestamps", "{"))
     window = '{"action": [0.0, 0.1]}'
     loaded(run("stream", root, "--engine", "local", "--delta-timestamps", window, "--cameras", CAMERA, "--order", file, "--json"))

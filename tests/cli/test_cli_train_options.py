@@ -30,9 +30,14 @@ DEFAULTS: dict[str, Any] = {
     "dataset.streaming_decoded_queue_size": 8,
     "dataset.video_decoder_cache_size": None,
     "dataset.streaming_native_http_connections": None,
+    "dataset.streaming_native_http_subranges": 1,
     "dataset.streaming_sidecar_lock_timeout_s": 1800,
     "dataset.return_uint8": True,
     "dataset.depth_output_unit": "mm",
+    "dataset.video_backend": "pyav",
+    "dataset.max_num_shards": None,
+    "dataset.eval_split": 0.0,
+    "dataset.streaming_encoding": False,
     "loader.num_workers": 4,
     "loader.prefetch_factor": 4,
     "loader.persistent_workers": True,
@@ -105,6 +110,7 @@ def test_lerobots_spelling() -> None:
         "log_freq",
         "world_size",
         "lanes",
+        "decode_actors",
         "decoded_budget_gb",
         "policy.chunk",
     ],
@@ -117,7 +123,15 @@ def test_values_that_must_be_positive(name: str) -> None:
 
 
 def test_values_that_must_not_be_negative() -> None:
-    for name in ("dataset.streaming_prefetch_episodes", "num_workers"):
+    for name in (
+        "dataset.streaming_prefetch_episodes",
+        "num_workers",
+        "tolerance_s",
+        "decode_cpus",
+        "step_s",
+        "max_failures",
+        "node_wait_s",
+    ):
         with pytest.raises(SettingsError, match=f"{name} must be non-negative, found -1"):
             parsed("--dataset.repo_id", "x", f"--{name}", -1).check()
     with pytest.raises(SettingsError, match=r"eval_split is 0\.1"):
