@@ -10,6 +10,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
 from ingest.errors import DecodeError, SettingsError, VideoFormatError
+from ingest.video.direct_rgb import DirectWriter
 from ingest.video.entries import parse_sample_entries
 from ingest.video.tables import SampleTable
 
@@ -83,6 +84,7 @@ class PictureWriter:
         self._type, self._channels = _FORMATS[pixel_format]
         self._reformatter = VideoReformatter()
         self._scaler = VideoReformatter()
+        self._direct = DirectWriter() if pixel_format == "rgb24" and size is None and crop is None else None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -130,6 +132,8 @@ class PictureWriter:
         Raises:
             DecodeError: the frame has another size than ``out``.
         """
+        if self._direct is not None and self._direct.write(frame, out):
+            return
         height, width, channels = self.frame_shape(frame)
         if out.shape != (height, width, channels) or out.dtype != self._type:
             raise DecodeError(f"a decoded picture is {height}x{width}x{channels} {self.dtype}, the array for it {out.shape} {out.dtype}")
