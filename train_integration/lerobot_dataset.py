@@ -25,12 +25,9 @@ from ingest.storage.transfer import TransferOptions
 from train_integration.backends import VideoBackend, open_decoder
 from train_integration.iterable import EpisodeIterableDataset, checked_rank
 from train_integration.option_checks import refuse_eval_split, require_non_negative, require_positive
-from train_integration.options import StreamConfig, StreamDescription, open_stream
+from train_integration.options import StreamConfig, StreamDescription, open_stream, units_under_way
 
 _LOG = logging.getLogger("reelray.lerobot")
-
-_RUNS_PER_EPISODE = 8
-"""Runs of frames, into which the native orders cut episodes, that count as one episode fetched ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +367,9 @@ class StreamingLeRobotDataset(EpisodeIterableDataset):
     def _local(self, workers: int) -> StreamDescription:
         description, consumers = super()._local(workers), max(1, workers)
         plan = description.config.plan
-        ahead = plan.pool_share(consumers) + self.prefetch_episodes
         config = replace(
             description.config,
-            prefetch_units=ahead if plan.pooled else ahead * _RUNS_PER_EPISODE,
+            prefetch_units=max(1, units_under_way(plan, self.prefetch_episodes, consumers) // consumers),
             prefetch_batches=-(-self.decoded_queue_size // plan.batch_size),
         )
         return replace(description, config=config, job=replace(description.job, threads=self._fetch_threads(plan, consumers)))

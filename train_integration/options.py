@@ -28,6 +28,8 @@ from train_integration.option_checks import require_positive
 from train_integration.worklist import EpisodeLengths
 
 Decode = Literal["auto", "pool", "inline"]
+_RUNS_PER_EPISODE = 8
+"""Runs of frames, into which the native orders cut episodes, that count as one episode fetched ahead."""
 _POSITIVE = (
     "byte_budget_gb",
     "prefetch_batches",
@@ -206,6 +208,16 @@ def describe_stream(dataset: Dataset, config: StreamConfig) -> StreamDescription
     # Files whose times disagree with their pictures can hold more of an episode than LeRobot's measure, which goes by time.
     reserved = np.maximum(units.bytes, dataset.payload_bytes(units))
     return StreamDescription(config, job, units, lengths, dataset.damage, dataset.render or config.render, reserved)
+
+
+def units_under_way(plan: PlanSettings, prefetch_episodes: int, workers: int = 1) -> int:
+    """Units that some consumers may have under way at a time: those of their pools, and the episodes fetched ahead of each pool.
+
+    The native orders have no pool, and count eight runs of frames as one episode.
+    """
+    if plan.pooled:
+        return workers * (plan.pool_share(workers) + prefetch_episodes)
+    return max(1, prefetch_episodes * _RUNS_PER_EPISODE)
 
 
 def transform_of(config: StreamConfig) -> Transform | None:

@@ -263,24 +263,25 @@ class Train:
         """As the stream's configuration."""
         from ingest.engine.spec import ReadOptions
         from ingest.lerobot.selection import parse_episodes
-        from train_integration.options import StreamConfig
+        from train_integration.options import StreamConfig, units_under_way
 
         data = self.dataset
         windows = parse_windows(self.delta_timestamps)
+        plan = PlanSettings(
+            strategy=strategy,
+            seed=DEFAULT_STREAMING_SEED if seed is None else seed,
+            world_size=self.world_size,
+            workers=self.loader.num_workers,
+            batch_size=self.batch_size,
+            pool_size=data.streaming_episode_pool_size,
+            byte_budget=int(data.streaming_byte_budget_gb * 2**30),
+            lanes=self.lanes,
+            share=self.share,
+            tail="pad",
+            clamp_workers=True,
+        )
         return StreamConfig(
-            plan=PlanSettings(
-                strategy=strategy,
-                seed=DEFAULT_STREAMING_SEED if seed is None else seed,
-                world_size=self.world_size,
-                workers=self.loader.num_workers,
-                batch_size=self.batch_size,
-                pool_size=data.streaming_episode_pool_size,
-                byte_budget=int(data.streaming_byte_budget_gb * 2**30),
-                lanes=self.lanes,
-                share=self.share,
-                tail="pad",
-                clamp_workers=True,
-            ),
+            plan=plan,
             read=ReadOptions(
                 delta_timestamps=windows,
                 tolerance_s=self.tolerance_s,
@@ -301,7 +302,7 @@ class Train:
             byte_budget_gb=data.streaming_byte_budget_gb,
             return_uint8=data.return_uint8,
             prefetch_batches=self.loader.prefetch_factor,
-            prefetch_units=data.prefetch_units,
+            prefetch_units=units_under_way(plan, data.streaming_prefetch_episodes, plan.consumers),
             fetch_threads=data.max_num_shards or max(1, self.loader.num_workers),
         )
 

@@ -13,9 +13,6 @@ from train_integration.option_checks import refuse_eval_split, require_non_negat
 
 _LOG = logging.getLogger("reelray.train")
 
-_UNITS_PER_EPISODE = 8
-"""Units that may be under way for each episode fetched ahead: the native orders cut episodes into runs."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetArguments:
@@ -44,7 +41,7 @@ class DatasetArguments:
     streaming_sampling_strategy: Strategy = "remaining"
     """Order mode; lanes is the native one."""
     streaming_prefetch_episodes: int = 8
-    """Episodes fetched ahead; eight runs of frames count as one in the native orders."""
+    """Episodes fetched ahead of each worker's pool; in the native orders, per rank, and eight runs of frames count as one."""
     streaming_byte_budget_gb: float = 8.0
     """GiB of compressed pictures per rank."""
     streaming_decode_threads: int = 2
@@ -67,11 +64,6 @@ class DatasetArguments:
     """What decodes colour cameras; torchcodec and nvdec need torchcodec."""
     depth_output_unit: Literal["mm", "m"] = "mm"
     """Depth as uint16 millimetres or float32 metres."""
-
-    @property
-    def prefetch_units(self) -> int:
-        """Units that may be under way."""
-        return max(1, self.streaming_prefetch_episodes * _UNITS_PER_EPISODE)
 
     def check(self) -> None:
         """Refuses what is out of range.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 from servers.hub import HubEmulator
 from servers.ranges import RangeServer
 
+from ingest.errors import AccessDeniedError, MetadataError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.storage.executor import close_executor, configure_executor, shared_executor
 from ingest.storage.http import close_connections
 from reelray.cli import main
+from train_integration.lerobot_dataset import StreamingLeRobotDataset
 
 CAMERA = "observation.images.cam0"
 
@@ -183,3 +186,28 @@ def test_training_takes_the_same_settings(run: Callable[..., str], made: Path, t
         assert message in run("train", "--dataset.repo_id", made, name, value, *options, status=1)
     line = run("train", "--dataset.repo_id=o/b", "--dataset.root=hf://buckets/o/other", "--dataset.repo_type=bucket", *options, status=1)
     assert "name different buckets" in line
+
+
+def test_the_class_of_lerobot_reads_with_its_token_in_this_process_and_in_loader_workers(
+    hub: HubEmulator, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = pytest.importorskip("torch.utils.data")
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(AccessDeniedError):
+        StreamingLeRobotDataset("o/n")
+
+    def indices(dataset: StreamingLeRobotDataset) -> list[int]:
+        return [int(index) for batch in loading.DataLoader(dataset, batch_size=4, num_workers=1) for index in batch["index"]]
+
+    expected = indices(StreamingLeRobotDataset(str(made)))
+    assert indices(StreamingLeRobotDataset("o/n", token="hf_PLANTEDREAD")) == expected
+    assert indices(StreamingLeRobotDataset("o/n", revision="main", native_http_connections=2)) == expected
+    commit = hub.repos["o/n"].branches["main"]
+    shutil.copytree(made / "meta", tmp_path / "meta")
+    dataset = StreamingLeRobotDataset("o/n", tmp_path, data_root="hf://datasets/o/n@main")
+    assert dataset.meta.source.store.url == f"hf://datasets/o/n@{commit}"
+    assert indices(dataset) == expected
+    for options in ({"repo_type": "bucket"}, {"root": "hf://buckets/o/b"}):
+        with pytest.raises(MetadataError, match="hf://buckets/o/b: meta/info.json is missing"):
+            StreamingLeRobotDataset("o/b", **options)

@@ -84,10 +84,14 @@ def test_lerobots_spelling() -> None:
     config = options.stream_config(options.seed, options.dataset.streaming_sampling_strategy)
     plan = config.plan
     assert (plan.strategy, plan.pool_size, plan.byte_budget, plan.workers, plan.seed) == ("round_robin", 16, 4 << 30, 2, 42)
-    assert (config.byte_budget_gb, config.prefetch_batches, config.prefetch_units, config.fetch_threads) == (4, 2, 32, 2)
+    assert (config.byte_budget_gb, config.prefetch_batches, config.prefetch_units, config.fetch_threads) == (4, 2, 2 * (16 + 4), 2)
     assert (config.episodes, config.return_uint8, config.decode, options.loader.persistent_workers) == ((1, 3), False, "auto", False)
     assert parsed("--dataset.streaming=false").stream_config(1, "lanes").decode == "inline"
-    assert parsed("--num_workers", 0, "--dataset.streaming_prefetch_episodes", 0).stream_config(1, "lanes").prefetch_units == 1
+    nothing_ahead = parsed("--num_workers", 0, "--dataset.streaming_prefetch_episodes", 0)
+    assert nothing_ahead.stream_config(1, "lanes").prefetch_units == 1
+    assert nothing_ahead.stream_config(1, "remaining").prefetch_units == 32
+    assert parsed().stream_config(1, "remaining").prefetch_units == 4 * (8 + 8)
+    assert parsed().stream_config(1, "lanes").prefetch_units == 8 * 8
     assert parsed("--dataset.max_num_shards", 7).stream_config(1, "lanes").fetch_threads == 7
 
 

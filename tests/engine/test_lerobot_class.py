@@ -435,7 +435,7 @@ def test_threads_queues_and_windows_of_a_worker(small: Path) -> None:
         ({"episode_pool_size": 2, "prefetch_episodes": 1}, 2, 3, 3, 8),
         ({"buffer_size": 2, "prefetch_episodes": 0}, 2, 1, 1, 8),
         ({"decoded_queue_size": 20, "batch_size": 8}, 1, 16, 40, 3),
-        ({"sampling_strategy": "lanes"}, 0, 16, 320, 8),
+        ({"sampling_strategy": "lanes"}, 0, 16, 64, 8),
     ):
         local = StreamingLeRobotDataset(str(small), byte_budget_gb=6, **options)._local(workers)
         found = (local.job.threads, local.config.prefetch_units, local.config.prefetch_batches)
