@@ -209,5 +209,5 @@ def test_the_class_of_lerobot_reads_with_its_token_in_this_process_and_in_loader
     assert dataset.meta.source.store.url == f"hf://datasets/o/n@{commit}"
     assert indices(dataset) == expected
     for options in ({"repo_type": "bucket"}, {"root": "hf://buckets/o/b"}):
-        with pytest.raises(MetadataError, match="hf://buckets/o/b: meta/info.json is missing"):
+        with pytest.raises(MetadataError, match=r"hf://buckets/o/b: meta/info\.json is missing"):
             StreamingLeRobotDataset("o/b", **options)
