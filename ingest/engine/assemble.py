@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ingest.engine.depth import depth_table
 from ingest.engine.spec import SampleSpec
-from ingest.engine.unit import UnitData
+from ingest.engine.unit import Records, UnitData
 from ingest.errors import RowsError
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.columns import item_value
@@ -28,6 +28,8 @@ from ingest.storage.base import Store
 
 Sample = dict[str, Any]
 """One sample or one batch, by feature key."""
+
+_NO_INDEX: NDArray[np.int64] = np.zeros(0, np.int64)
 
 PictureOf = Callable[[int, str, int], NDArray[Any]]
 """``(unit number, camera, episode frame)`` → the decoded picture, HWC."""
@@ -153,10 +155,8 @@ class BatchAssembler:
         """
         groups = [(number, np.flatnonzero(planned.unit == number)) for number in dict.fromkeys(planned.unit.tolist())]
         out: Sample = {}
-        index = np.zeros(len(planned), dtype=np.int64)
-        for number, places in groups:
-            rows = units[number].rows
-            index[places] = rows.numbers["index"][planned.frame[places] - rows.first]
+        numbers = _numbers(planned, groups, units)
+        index = self._index(planned, groups, units) if self._transform is not None else _NO_INDEX
         for camera in self.spec.cameras:
             if decoded is None:
                 self._pictures(out, camera, planned, groups, units, picture_of, index)
@@ -165,8 +165,11 @@ class BatchAssembler:
         for key in self.spec.images:
             self._pictures(out, key, planned, groups, units, self._stored_picture(key, units), index)
         for key in self.spec.columns:
-            self._column(out, key, planned, groups, units)
-        out["task"] = self._tasks(planned, units)
+            if key in numbers and key not in self.spec.windows:
+                out[key] = numbers[key]
+            else:
+                self._column(out, key, planned, groups, units)
+        out["task"] = self._tasks(planned, units, numbers.get("task_index"))
         out["is_pad"] = planned.is_pad
         return out
 
@@ -284,9 +287,38 @@ class BatchAssembler:
         if pad is not None:
             out[f"{key}_is_pad"] = pad
 
-    def _tasks(self, planned: PlannedSamples, units: Mapping[int, UnitData]) -> list[str]:
+    def _index(
+        self, planned: PlannedSamples, groups: Sequence[tuple[int, NDArray[np.intp]]], units: Mapping[int, UnitData]
+    ) -> NDArray[np.int64]:
+        index = np.zeros(len(planned), dtype=np.int64)
+        for number, places in groups:
+            rows = units[number].rows
+            index[places] = rows.numbers["index"][planned.frame[places] - rows.first]
+        return index
+
+    def _tasks(self, planned: PlannedSamples, units: Mapping[int, UnitData], task_index: NDArray[Any] | None) -> list[str]:
+        if task_index is not None:
+            return [units[number].rows.tasks[task] for number, task in zip(planned.unit.tolist(), task_index.tolist(), strict=True)]
         texts: list[str] = []
         for number, frame in zip(planned.unit.tolist(), planned.frame.tolist(), strict=True):
             rows = units[number].rows
             texts.append(rows.tasks[int(rows.numbers["task_index"][frame - rows.first])] if "task_index" in rows.numbers else "")
         return texts
+
+
+def _numbers(
+    planned: PlannedSamples, groups: Sequence[tuple[int, NDArray[np.intp]]], units: Mapping[int, UnitData]
+) -> dict[str, NDArray[Any]]:
+    """The anchors' numbers, (B, *item shape) by feature; nothing where units differ in what is a number."""
+    layout = units[groups[0][0]].rows.records.layout
+    parts: list[NDArray[np.uint8]] = []
+    for number, places in groups:
+        rows = units[number].rows
+        if rows.records.layout != layout:
+            return {}
+        parts.append(rows.records.rows[planned.frame[places] - rows.first])
+    found = np.concatenate(parts)
+    order = np.concatenate([places for _, places in groups])
+    gathered = np.empty_like(found)
+    gathered[order] = found
+    return Records.apart(layout, gathered)

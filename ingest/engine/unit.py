@@ -10,8 +10,9 @@ A unit is self-contained, so it can be fetched in one process, decoded in a seco
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,37 @@ from numpy.typing import NDArray
 from ingest.language.episode import AnnotationRows
 from ingest.video.spans import PictureSpan, picture_span
 from ingest.video.tables import SampleTable, Timeline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """Numbers of several features side by side, so that a row of all of them is copied at once.
+
+    Attributes:
+        layout: feature, dtype and shape of an item, in the order of their bytes.
+        rows: uint8[length, bytes of all items].
+    """
+
+    layout: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
+    rows: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, NDArray[Any]], length: int) -> Records:
+        """Puts arrays (length, *item shape) side by side."""
+        layout = tuple((key, values.dtype, values.shape[1:]) for key, values in numbers.items())
+        parts = [np.ascontiguousarray(values).view(np.uint8).reshape(length, -1) for values in numbers.values() if values.size]
+        return cls(layout, np.concatenate(parts, axis=1) if parts else np.zeros((length, 0), np.uint8))
+
+    @staticmethod
+    def apart(layout: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], rows: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """The features of some rows uint8[N, bytes]: arrays (N, *item shape)."""
+        out: dict[str, NDArray[Any]] = {}
+        at = 0
+        for key, dtype, shape in layout:
+            size = dtype.itemsize * math.prod(shape)
+            out[key] = rows[:, at : at + size].copy().view(dtype).reshape(len(rows), *shape)
+            at += size
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +74,15 @@ class UnitRows:
     others: Any
     tasks: Mapping[int, str]
     language: AnnotationRows | None = None
+    _records: Records | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def records(self) -> Records:
+        """The same numbers, row by row."""
+        if self._records is None:
+            object.__setattr__(self, "_records", Records.of(self.numbers, self.length))
+        assert self._records is not None  # just made
+        return self._records
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +243,7 @@ def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
         description["numbers"][key] = put(values)
     start = 0
     for track in unit.tracks.values():
-        table = {name: getattr(track.table, name) for name in (field.name for field in fields(SampleTable))}
+        table = {name: getattr(track.table, name) for name in (one.name for one in fields(SampleTable))}
         entry: dict[str, Any] = {"camera": track.camera, "first": track.first}
         entry["numbers"], entry["origin"] = put(track.numbers), put(track.origin)
         entry["payload"] = [start, start + len(track.data)]
