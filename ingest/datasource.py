@@ -42,6 +42,7 @@ from ingest.errors import DamagedDataError, ReelrayError, ReservationError, Sett
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.source import Source
 from ingest.storage.base import Store
+from ingest.storage.processes import keep_freed_memory
 from ingest.video.index import VideoIndex
 
 LANGUAGE_KEY = "language"
@@ -275,6 +276,7 @@ _readers: OrderedDict[str, tuple[UnitReader, Counters]] = OrderedDict()
 def _reader(job: ReadJob) -> tuple[UnitReader, Counters]:
     """The reader of a job in this worker process, kept from task to task with the footers and tables it has read."""
     if job.key not in _readers:
+        keep_freed_memory()
         counters = Counters()
         _readers[job.key] = (job.reader(counters), counters)
         while len(_readers) > 2:
@@ -294,14 +296,14 @@ def _open_index(job: ReadJob, units: UnitList) -> None:
 def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], bool]) -> Iterator[pa.Table]:
     reader, counters = _reader(job)
 
-    def read(number: int) -> tuple[bytes, bytes, str | None]:
+    def read(number: int) -> tuple[bytes, list[bytes | memoryview], str | None]:
         if not may_fetch(int(units.ordinal[number])):
-            return b"", b"", dump_error(StreamClosedError("the stream was closed before this unit was fetched"))
+            return b"", [], dump_error(StreamClosedError("the stream was closed before this unit was fetched"))
         try:
             header, payload = pack_unit(reader.read(units.request(number)))
             return header, payload, None
         except (DamagedDataError, ReservationError, StorageError) as error:
-            return b"", b"", dump_error(error)
+            return b"", [], dump_error(error)
 
     counted = counters.totals()
     done = 0
@@ -313,13 +315,21 @@ def _read_rows(job: ReadJob, units: UnitList, may_fetch: Callable[[int], bool]) 
         yield pa.table(
             {
                 "ordinal": pa.array([units.ordinal[done : done + len(parcel)].tolist()], pa.list_(pa.int64())),
-                "header": pa.array([headers], pa.large_list(pa.large_binary())),
-                "payload": pa.array([payloads], pa.large_list(pa.large_binary())),
+                "header": _one_list([[header] for header in headers]),
+                "payload": _one_list(payloads),
                 "error": pa.array([errors], pa.list_(pa.string())),
                 "counts": pa.array([json.dumps(counts)], pa.string()),
             }
         )
         done += len(parcel)
+
+
+def _one_list(binaries: Sequence[Sequence[bytes | memoryview]]) -> pa.Array:
+    """A large_list<large_binary> of one row, of binaries given in parts, each byte copied once."""
+    ends = np.cumsum([0, *(sum(len(part) for part in parts) for parts in binaries)], dtype=np.int64)
+    data = b"".join(part for parts in binaries for part in parts)
+    values = pa.Array.from_buffers(pa.large_binary(), len(binaries), [None, pa.py_buffer(ends), pa.py_buffer(data)])
+    return pa.LargeListArray.from_arrays(pa.array([0, len(binaries)], pa.int64()), values)
 
 
 def in_order(read: Callable[[int], T], nbytes: NDArray[np.int64], threads: int, budget: int) -> Iterator[T]:

@@ -76,12 +76,13 @@ def batches_at_once(work: WorkList) -> int:
     return int((np.searchsorted(order, last) - np.searchsorted(order, first)).max()) + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Due:
-    """A decode call that fills places of a batch; ``key`` is its unit."""
+    """A decode call that fills places of several batches; ``key`` is its unit, ``done`` whether it is known to have succeeded."""
 
     key: int
     future: Future[Any]
+    done: bool = False
 
 
 class DirectBatches:
@@ -141,9 +142,10 @@ class DirectBatches:
                 slots = (firsts + places[here]).astype(np.int32)
                 # The call keeps the blocks: whatever becomes of the stream, their memory is not used again before it has ended.
                 future = start(self._memory.stores[camera], camera, track, run, slots, involved)
+                call = _Due(key, future)
                 with self._lock:
                     for step in filled:
-                        self._due.setdefault(step, []).append(_Due(key, future))
+                        self._due.setdefault(step, []).append(call)
                 yield future
 
     def _involved(self, camera: str, steps: list[int]) -> dict[int, Block]:
@@ -182,7 +184,10 @@ class DirectBatches:
         with self._lock:
             due = self._due.get(number, [])
         for call in due:
-            wait(call.future, call.key)
+            # Every call fills many batches, and asking a future takes a lock.
+            if not call.done:
+                wait(call.future, call.key)
+                call.done = True
         with self._lock:
             self._due.pop(number, None)
             repeats = self._repeats.pop(number, [])

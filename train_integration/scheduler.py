@@ -256,6 +256,27 @@ class BatchScheduler:
     # --- assembler ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[PlannedStep, Sample]]:
+        return self._in_time() if self._direct is None else self._as_decoded(self._direct)
+
+    def _as_decoded(self, direct: DirectBatches) -> Iterator[tuple[PlannedStep, Sample]]:
+        """Batches whose pictures are decoded to their places: nothing is asked for beyond what the feeder starts."""
+        drained = self._work.drained_after()
+        for step in self._work.steps:
+            units = self._units_of(step)
+            decoded = direct.take(step, lambda future, key, step=step: self._wait(future, key, step.step))
+            yield step, self._assembled(step, units, self._picture_of({}), decoded)
+            self._forget(drained.get(step.step, ()))
+
+    def _units_of(self, step: PlannedStep) -> dict[int, UnitData]:
+        keys = dict.fromkeys(step.key.tolist())
+        with self._changed:
+            found = {key: self._residents.get(key) for key in keys}
+        return {
+            key: (resident if isinstance(resident, _Resident) else self._resident(key, step.step)).unit for key, resident in found.items()
+        }
+
+    def _in_time(self) -> Iterator[tuple[PlannedStep, Sample]]:
+        """Batches gathered from slots, whose on-demand pictures are asked for some batches ahead."""
         asked: deque[_Asked] = deque()
         planned = iter(self._work.steps)
         exhausted = False
@@ -334,8 +355,6 @@ class BatchScheduler:
 
     def _gather(self, asked: _Asked) -> Sample:
         step = asked.step
-        if self._direct is not None:
-            return self._gather_direct(step, self._direct)
         units: dict[int, UnitData] = {}
         slots: dict[tuple[int, str, int], tuple[FrameStore, int]] = {}
         for key in dict.fromkeys(step.key.tolist()):
@@ -355,11 +374,6 @@ class BatchScheduler:
                         assert self._demand is not None  # made for on-demand units
                         slots[key, camera, frame] = (self._demand, int(run.slots[place]))
         return self._assembled(step, units, self._picture_of(slots), None)
-
-    def _gather_direct(self, step: PlannedStep, direct: DirectBatches) -> Sample:
-        units = {key: self._resident(key, step.step).unit for key in dict.fromkeys(step.key.tolist())}
-        decoded = direct.take(step, lambda future, key: self._wait(future, key, step.step))
-        return self._assembled(step, units, self._picture_of({}), decoded)
 
     def _assembled(
         self, step: PlannedStep, units: Mapping[int, UnitData], picture_of: PictureOf, decoded: Mapping[str, NDArray[Any]] | None
@@ -404,6 +418,10 @@ class BatchScheduler:
         for run in asked.runs:
             assert self._demand is not None  # made for on-demand units
             self._demand.release(run.slots)
+        self._forget(drained)
+
+    def _forget(self, drained: tuple[int, ...]) -> None:
+        """Lets go of units that are not needed any more, and of the slots that they have."""
         with self._changed:
             gone = [self._residents.pop(key, None) for key in drained]
         for resident in gone:

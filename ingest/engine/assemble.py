@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ class BatchAssembler:
             (B, T) ``<key>_is_pad`` for each window, ``task`` as a list of texts, and ``is_pad``, bool (B,), true for
             masked repeats. Pictures are (B, C, H, W) or (B, T, C, H, W) views whose memory is channels-last.
         """
-        groups = [(number, np.flatnonzero(planned.unit == number)) for number in dict.fromkeys(planned.unit.tolist())]
+        groups = _groups(planned.unit)
         out: Sample = {}
         numbers = _numbers(planned, groups, units)
         index = self._index(planned, groups, units) if self._transform is not None else _NO_INDEX
@@ -304,6 +305,14 @@ class BatchAssembler:
             rows = units[number].rows
             texts.append(rows.tasks[int(rows.numbers["task_index"][frame - rows.first])] if "task_index" in rows.numbers else "")
         return texts
+
+
+def _groups(unit: NDArray[np.int64]) -> list[tuple[int, NDArray[np.intp]]]:
+    """The places of each unit in a batch."""
+    order = np.argsort(unit, kind="stable")
+    numbers: list[int] = unit[order].tolist()
+    edges = [0, *(place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1]), len(numbers)]
+    return [(numbers[first], order[first:stop]) for first, stop in pairwise(edges)]
 
 
 def _numbers(

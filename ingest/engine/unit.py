@@ -220,8 +220,11 @@ _SIZES = 24
 """Bytes of the three sizes that a header begins with: description, other columns, annotations."""
 
 
-def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
-    """A unit as ``(header, payload)``: plain JSON and arrays, no pickles, ready for one Arrow row."""
+def pack_unit(unit: UnitData) -> tuple[bytes, list[bytes | memoryview]]:
+    """A unit as ``(header, parts of its payload)``: plain JSON and arrays, no pickles, ready for an Arrow row.
+
+    The parts are the unit's own buffers; joined in order they are the payload that `unpack_unit` takes.
+    """
     sink = pa.BufferOutputStream()
     arrays: list[NDArray[Any]] = []
     description: dict[str, Any] = {
@@ -259,7 +262,7 @@ def pack_unit(unit: UnitData) -> tuple[bytes, bytes]:
     language = b"" if unit.rows.language is None else unit.rows.language.pack()
     sizes = np.array([len(text), len(others), len(language)], dtype="<i8").tobytes()
     header = b"".join([sizes, text, others, language, *(array.tobytes() for array in arrays)])
-    return header, b"".join(bytes(track.data) for track in unit.tracks.values())
+    return header, [track.data for track in unit.tracks.values()]
 
 
 def unpack_unit(header: bytes | memoryview, payload: bytes | memoryview) -> UnitData:
@@ -275,7 +278,7 @@ def unpack_unit(header: bytes | memoryview, payload: bytes | memoryview) -> Unit
     def take(shape_of: list[Any]) -> NDArray[Any]:
         nonlocal position
         dtype, shape = np.dtype(shape_of[0]), tuple(shape_of[1])
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        nbytes = dtype.itemsize * math.prod(shape)
         array = np.frombuffer(buffer[position : position + nbytes], dtype=dtype).reshape(shape)
         position += nbytes
         return array
