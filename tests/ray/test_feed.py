@@ -69,10 +69,12 @@ OF_RAY = 150
 """Objects that Ray keeps in this process for each execution, and some: a remote function, and a class of an actor with its methods."""
 
 
-def test_reading_again_and_again_keeps_nothing(streamed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_again_and_again_keeps_nothing(streamed: Path, request: pytest.FixtureRequest) -> None:
     """As a stream does, which reads anew for every epoch."""
-    # Whoever runs tests keeps what is logged.
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    # Whoever runs tests keeps what is logged. Loggers remember whether they are enabled, so setting the level alone does not do.
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    request.addfinalizer(lambda: logging.disable(level))
     description, _ = open_stream(streamed, StreamConfig())
     units = description.units
     nbytes = np.full(len(units.episode), EACH, np.int64)
