@@ -168,7 +168,13 @@ def soak(found: Figures) -> str:
         )
         for name, one in found["series"].items()
     ]
-    return table("series|mean|slope per hour|of the mean", rows)
+    kept = found["objects_per_epoch"]
+    how = (
+        f"{found['minutes']:.0f} minutes, {found['epochs']} epochs, {found['samples_of_rank_0']:,} samples of rank 0, "
+        f"{found['cpu_cores']:.2f} cores. Each epoch leaves {kept['all']:.0f} objects behind in rank 0, of the stream's own classes "
+        f"{max(0, round(kept['own']))}. {found['machine']}"
+    )
+    return table("series|mean|slope per hour|of the mean", rows) + f"\n({how})\n"
 
 
 def sidecar(found: Figures) -> str:
