@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -78,10 +79,11 @@ def _delivery_pids(ledger: Any) -> dict[int, int]:
 def _named(*names: str) -> list[int]:
     """Processes of this session's workers whose title begins with one of the names."""
     found: list[int] = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        title = " ".join(process.info["cmdline"] or [])
-        if any(title.startswith(f"ray::{name}") for name in names):
-            found.append(process.info["pid"])
+    # The session's cluster is below this process; another one on the machine is not to be counted, let alone killed.
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(" ".join(process.cmdline()).startswith(f"ray::{name}") for name in names):
+                found.append(process.pid)
     return found
 
 
