@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count, cycle
 from typing import Any, Protocol
@@ -72,6 +73,18 @@ class RayFeed:
         gate, number = self.gate, next(self.lists)
         grants = _Grants(lambda granted: gate.grant.remote(number, granted), len(wanted))
         credits.listen(grants.grown)
+
+        def read(rest: UnitList) -> Generator[Arrival]:
+            name = next(self.ids) if len(rest) == len(wanted) else uuid4().hex[:12]
+            for units, counts in self._rows(rest, number, name):
+                counters.merge(counts)
+                grants.arrived(units[-1][0])
+                yield from units
+
+        yield from each_once(wanted, read)
+
+    def _rows(self, wanted: UnitList, number: int, name: str) -> Iterator[tuple[list[Arrival], dict[str, float]]]:
+        """One execution of Ray Data: its rows as they come."""
         context = DataContext.get_current().copy()
         # One row per block and blocks in plan order: a row is handed on as soon as it is there.
         context.target_max_block_size = 1
@@ -79,23 +92,47 @@ class RayFeed:
         context.execution_options.resource_limits = ExecutionResources.for_limits(object_store_memory=self.object_store_bytes)
         context.enable_progress_bars = False
         with DataContext.current(context):
-            datasource = EpisodeDatasource(self.job, wanted, gate=gate, gate_list=number)
+            datasource = EpisodeDatasource(self.job, wanted, gate=self.gate, gate_list=number)
             tasks = len(datasource.get_read_tasks(1))
             dataset: Any = ray.data.read_datasource(datasource, num_cpus=0, override_num_blocks=tasks, concurrency=_READ_TASKS)
-            dataset._set_uuid(next(self.ids))
+            dataset._set_uuid(name)
         # Blocks as they come: Ray's batches keep a row back until the next one is there, and that one may need the room that this
         # one takes; without prefetching they leave a thread behind for every execution.
         for bundle in dataset.iter_internal_ref_bundles():
             for block in bundle.blocks:
                 table: Any = ray.get(block.ref)
                 for row in range(table.num_rows):
-                    units, counts = unpack_row(table, row)
-                    counters.merge(counts)
-                    grants.arrived(units[-1][0])
-                    yield from units
+                    yield unpack_row(table, row)
 
     def await_readers(self, timeout_s: float) -> bool:
         return bool(ray.wait([self.gate.asked.remote()], timeout=timeout_s)[0])
+
+
+def each_once(wanted: UnitList, read: Callable[[UnitList], Generator[Arrival]]) -> Iterator[Arrival]:
+    """Every unit of a list once and in order, whatever becomes of who reads.
+
+    When a read task is lost, Ray runs it again and leaves out as many rows as had come. Rows hold what was ready together, which is
+    something else the second time: so units may come again, or not at all.
+
+    Args:
+        wanted: what to read.
+        read: reads a list; called again for what is left when something is missing.
+
+    Raises:
+        StorageError: nothing of what is left came.
+    """
+    due = 0
+    while due < len(wanted):
+        before = due
+        with closing(read(wanted.part(due, len(wanted)))) as arrivals:
+            for ordinal, unit in arrivals:
+                if due < len(wanted) and ordinal > wanted.ordinal[due]:
+                    break
+                if due < len(wanted) and ordinal == wanted.ordinal[due]:
+                    due += 1
+                    yield ordinal, unit
+        if due == before:
+            raise StorageError(f"unit {due} of {len(wanted)} was asked for and did not come: read tasks ended without it")
 
 
 class _Grants:

@@ -6,17 +6,22 @@ import gc
 import logging
 import threading
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray.data._internal.stats import get_or_create_stats_actor
 
 from ingest.datasource import UnitList
 from ingest.engine.counters import Counters
+from ingest.engine.unit import UnitData
+from ingest.errors import StorageError
 from train_integration.credits import ByteLedger, UnitCredits
-from train_integration.feed import RayFeed
+from train_integration.feed import Arrival, RayFeed, each_once
 from train_integration.options import StreamConfig, open_stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(200), pytest.mark.usefixtures("ray_cluster")]
@@ -100,3 +105,63 @@ def test_reading_again_and_again_keeps_nothing(streamed: Path, request: pytest.F
     assert ray.get(feed.gate.kept.remote()) == 0
     assert ledger.lists == []
     assert len(ray.get(stats.get_datasets.remote())) == known
+
+
+def numbered(count: int) -> UnitList:
+    zeros = np.zeros(count, np.int64)
+    return UnitList(np.arange(count), zeros.astype(np.int32), zeros, zeros, zeros, zeros)
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [
+        [[0, 1, 2, 3, 4, 5]],
+        [[0, 1, 2, 1, 2, 3, 4, 5]],  # run again, with more rows for the same units
+        [[0, 1, 4, 5], [2, 3, 4, 5]],  # run again, with fewer rows for the same units
+        [[0, 1], [2, 2, 5], [3, 4, 5]],  # and with fewer rows in all than had come
+        [[0, 1, 2, 3, 4, 5, 3, 4, 5]],
+    ],
+)
+def test_units_that_come_again_or_not_at_all(readings: list[list[int]]) -> None:
+    asked: list[int] = []
+    unit: Any = StorageError("any")
+
+    def read(rest: UnitList) -> Generator[Arrival]:
+        asked.append(int(rest.ordinal[0]))
+        for ordinal in readings[len(asked) - 1]:
+            yield ordinal, unit
+
+    assert [ordinal for ordinal, _ in each_once(numbered(6), read)] == list(range(6))
+    assert asked == [reading[0] for reading in readings]
+
+
+def test_readers_that_end_without_the_next_unit_are_an_error() -> None:
+    def read(rest: UnitList) -> Generator[Arrival]:
+        yield from ()
+
+    with pytest.raises(StorageError, match="unit 0 of 3"):
+        list(each_once(numbered(3), read))
+
+
+def test_killed_readers_leave_no_unit_out_and_bring_none_twice(streamed: Path) -> None:
+    """Rows are taken one by one, so that several are ahead when a reader is killed; their tasks run again."""
+    description, _ = open_stream(streamed, StreamConfig())
+    units = description.units
+    rows = np.tile(np.arange(len(units.episode)), 8)
+    nbytes = np.full(len(rows), EACH, np.int64)
+    wanted = UnitList(np.arange(len(rows)), units.dataset[rows], units.episode[rows], units.lo[rows], units.hi[rows], nbytes)
+    feed = RayFeed(ray.put(description.job), 64 << 20)
+    credits = UnitCredits(ByteLedger(40 * EACH), nbytes)
+    arrived: list[int] = []
+    for ordinal, unit in feed.units(wanted, Counters(), credits):
+        assert isinstance(unit, UnitData)
+        assert unit.episode == units.episode[rows[ordinal]]
+        arrived.append(ordinal)
+        credits.arrived(ordinal, EACH)
+        credits.release(ordinal)
+        if len(arrived) in {3, 20, 41}:
+            for process in psutil.Process().children(recursive=True):
+                if " ".join(process.cmdline()).startswith("ray::ReadReelrayEpisodes"):
+                    process.kill()
+    credits.close()
+    assert arrived == list(range(len(rows)))
