@@ -141,7 +141,7 @@ def _kind(process: psutil.Process) -> str:
     if not title.startswith("ray::"):
         return process.name()
     # Between two calls an actor's name comes before its class.
-    kind = title.removeprefix("ray::").split(".")[0].split()[0].rpartition(":")[2]
+    kind = title.removeprefix("ray::").partition(".")[0].partition(" ")[0].rpartition(":")[2]
     return _READERS if kind in {"IDLE", "ReadReelrayEpisodes"} else kind
 
 

@@ -53,6 +53,7 @@ def test_a_long_run(tmp_path: Path, minutes: float) -> None:
         tmp_path / "soak.html",
     ]
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (tmp_path / "soak.json").is_file(), done.stdout[-2000:] + done.stderr[-4000:]
     figures: dict[str, Any] = json.loads((tmp_path / "soak.json").read_text())
     assert figures["samples_of_rank_0"] > 0
     assert figures["cpu_cores"] > 0
