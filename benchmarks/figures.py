@@ -80,11 +80,12 @@ def stream(found: Figures) -> str:
             number(case["stream"]["camera_frames_per_cpu_s"]),
             number(case["stream"]["decode_efficiency"]),
             number(case["stream"]["decode_efficiency_wall"]),
+            number(case["stream"]["decode_amplification"]),
             seconds(case["stream"]["first_batch_s"]),
         )
         for name, case in found["cases"].items()
     ]
-    heads = "set|order|window|pictures|ceiling per CPU s|stream per CPU s|decode efficiency|by wall clock|first batch"
+    heads = "set|order|window|pictures|ceiling per CPU s|stream per CPU s|decode efficiency|by wall clock|decoded per delivered|first batch"
     return table(heads, rows) + f"\n({found['machine']})\n"
 
 
