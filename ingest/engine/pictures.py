@@ -20,7 +20,7 @@ from ingest.video.pixels import Crop, PictureWriter
 from ingest.video.spans import gop_starts, picture_span
 from ingest.video.tables import SampleTable
 
-MIN_RUN_PICTURES = 24
+MIN_RUN_PICTURES = 60
 """Pictures of one decode call, at least: short groups of pictures are decoded together to spread the cost of a call."""
 
 
