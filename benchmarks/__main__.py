@@ -13,7 +13,7 @@ import time
 
 from benchmarks.figures import write_all
 
-NAMES = ("plan", "resume", "sidecar", "language", "decoders", "storage", "prefeature", "stream", "compare", "faults")
+NAMES = ("plan", "resume", "sidecar", "language", "decoders", "handover", "storage", "prefeature", "stream", "compare", "faults")
 """In this order, those that need nothing but one process first. An hour of `benchmarks.soak` is run by its own name."""
 
 

@@ -221,6 +221,16 @@ def decoders(found: Figures) -> str:
     return table("CPU time per picture|PyAV|torchcodec|torchcodec ÷ PyAV|largest difference", rows)
 
 
+def handover(found: Figures) -> str:
+    """Two ways from a decode actor to the rank."""
+    rows = [
+        ("slots of the shared slab", f"{number(found['slab_cpu_ms'])} ms"),
+        ("Ray's object store", f"{number(found['object_store_cpu_ms'])} ms"),
+        ("object store ÷ slab", number(found["object_store_over_slab"])),
+    ]
+    return table("CPU time per picture, decoding and gathering included|", rows) + f"\n({found['machine']})\n"
+
+
 def prefeature(found: Figures) -> str:
     """Reading, writing, checking and training."""
     read, write, validate, train = (found[name] for name in ("read", "write", "validate", "ray_train"))
@@ -250,6 +260,7 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "sidecar": ("sidecar", sidecar),
     "language": ("language", language),
     "decoders": ("decoders", decoders),
+    "handover": ("handover", handover),
     "prefeature": ("prefeature", prefeature),
 }
 """Each table by name: the results that it stands on, and what renders them."""
