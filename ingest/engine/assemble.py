@@ -30,8 +30,6 @@ from ingest.storage.base import Store
 Sample = dict[str, Any]
 """One sample or one batch, by feature key."""
 
-_NO_INDEX: NDArray[np.int64] = np.zeros(0, np.int64)
-
 PictureOf = Callable[[int, str, int], NDArray[Any]]
 """``(unit number, camera, episode frame)`` → the decoded picture, HWC."""
 
@@ -157,7 +155,7 @@ class BatchAssembler:
         groups = _groups(planned.unit)
         out: Sample = {}
         numbers = _numbers(planned, groups, units)
-        index = self._index(planned, groups, units) if self._transform is not None else _NO_INDEX
+        index = numbers["index"] if "index" in numbers else self._index(planned, groups, units)
         for camera in self.spec.cameras:
             if decoded is None:
                 self._pictures(out, camera, planned, groups, units, picture_of, index)
