@@ -203,7 +203,8 @@ class BatchAssembler:
                 for moment, frame in enumerate(row):
                     picture = picture_of(number, key, frame)
                     if self._transform is not None and picture.ndim == 3 and picture.shape[2] == 3:
-                        picture = self._transform(picture, SampleKey(planned.seed, planned.epoch, int(index[place]), key))
+                        # A copy: transforms may write to what they get, and other samples show the same picture.
+                        picture = self._transform(picture.copy(), SampleKey(planned.seed, planned.epoch, int(index[place]), key))
                     if memory is None:
                         dtype = picture.dtype if distances is None else distances.dtype
                         memory = self._take((len(planned), frames.shape[1], *picture.shape), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,6 @@ def test_augmentation_depends_on_the_sample_alone(small: Path, transform: Any) -
 def test_streams_and_oracle_transform_alike(small: Path, as_uint8: bool) -> None:
     read = ReadOptions(delta_timestamps={CAMERA: [-0.1, 0.0]}, columns=("action",))
     description, dataset = described(small, strategy="lanes", batch_size=4, image_transforms=Jitter(), read=read)
-    from dataclasses import replace
-
     description = replace(description, config=replace(description.config, return_uint8=as_uint8))
     dataset.as_uint8 = as_uint8
     plan = plan_epoch(description.units, description.with_topology(world_size=1))
@@ -87,6 +86,37 @@ def test_streams_and_oracle_transform_alike(small: Path, as_uint8: bool) -> None
             assert batch[CAMERA].dtype == wanted[CAMERA].dtype
             for key in (CAMERA, "observation.images.cam1"):
                 np.testing.assert_array_equal(batch[key], wanted[key])
+
+
+def inverted_in_place(picture: NDArray[Any], generator: np.random.Generator) -> NDArray[Any]:
+    np.bitwise_xor(picture, np.uint8(generator.integers(1, 256)), out=picture)
+    return picture
+
+
+class InvertInPlace(torch.nn.Module):
+    """What `RandomErasing(inplace=True)` and many hand-written augmentations do."""
+
+    def forward(self, picture: Any) -> Any:
+        return picture.bitwise_xor_(torch.randint(1, 256, (), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("transform", [SeededTransform(inverted_in_place), InvertInPlace()], ids=["seeded", "module"])
+@pytest.mark.parametrize("decode_mode", ["once", "on_demand"])
+def test_transforms_may_write_to_what_they_get(small: Path, transform: Any, decode_mode: Any) -> None:
+    # Windows overlap, so that most pictures are shown in several samples.
+    read = ReadOptions(delta_timestamps={CAMERA: [-0.2, -0.1, 0.0]}, cameras=(CAMERA,), columns=("action",))
+    _, plain = described(small, strategy="lanes", batch_size=4, lane_frames=4, read=read)
+    description, dataset = described(small, strategy="lanes", batch_size=4, image_transforms=transform, lane_frames=4, read=read)
+    description = replace(description, config=replace(description.config, decode_mode=decode_mode))
+    dataset.as_uint8 = plain.as_uint8 = True
+    plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    with opened(description) as stream:
+        for batch, (_, oracle), (_, shown) in zip(stream, dataset.iter_batches(plan), plain.iter_batches(plan), strict=True):
+            np.testing.assert_array_equal(batch[CAMERA], oracle[CAMERA])
+            for picture, pixels in zip(batch[CAMERA].reshape(-1, 3, 32, 64), shown[CAMERA].reshape(-1, 3, 32, 64), strict=True):
+                changed = np.unique(picture ^ pixels)
+                assert len(changed) == 1, "every picture is inverted with one value, and once"
+                assert changed[0] != 0
 
 
 def test_the_loop_keeps_its_own_randomness(small: Path) -> None:
