@@ -1,4 +1,4 @@
-"""Decode actors: compressed pictures in, pictures written into the caller's frame slots, only counts sent back."""
+"""Decode actors: compressed pictures in; pictures written into the caller's frame slots, or sent back as an object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from ray.exceptions import RayTaskError
 
 from actors.slab import AttachedSlabs, SlabHandle
@@ -30,8 +30,8 @@ class DecodeRequest:
         wanted: int64[N], picture numbers of the track, ascending.
         form: form of the pictures.
         shape: (height, width, channels) of one picture.
-        slab: where to write.
-        slots: int32[N], one slot per picture.
+        slab: where to write; None has the pictures sent back with the answer.
+        slots: int32[N], one slot per picture; empty where there is no slab.
     """
 
     dataset: str
@@ -40,19 +40,21 @@ class DecodeRequest:
     wanted: NDArray[np.int64]
     form: PictureForm
     shape: tuple[int, int, int]
-    slab: SlabHandle
+    slab: SlabHandle | None
     slots: NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeAnswer:
     """What a call did.
 
     Attributes:
         counts: totals to add, by counter name.
+        pictures: [N, *shape], of a call without a slab. What Ray hands over is its own memory, which cannot be written to.
     """
 
     counts: dict[str, float] = field(default_factory=dict)
+    pictures: NDArray[np.generic] | None = None
 
 
 class Decoder:
@@ -60,32 +62,32 @@ class Decoder:
 
     def __init__(self) -> None:
         self._slabs = AttachedSlabs()
+        self._scratch = np.empty(0, np.uint8)
 
     def ping(self) -> str:
         """Answers once the actor is up; the version that it runs."""
         return __version__
 
     def decode(self, request: DecodeRequest) -> DecodeAnswer:
-        """Decodes one run into its slots.
+        """Decodes one run.
 
         Raises:
             DamagedDataError: a picture cannot be decoded; dataset, episode, camera, file and picture are named.
             StreamClosedError: the caller's slots are gone.
         """
         dtype = request.form.writer().dtype
-        return _decode(request, [self._slabs.view(request.slab, int(slot), request.shape, dtype) for slot in request.slots])
+        if request.slab is None:
+            pictures = self._taken((len(request.wanted), *request.shape), dtype)
+            return DecodeAnswer(_decode(request, list(pictures)), pictures)
+        slab = request.slab
+        return DecodeAnswer(_decode(request, [self._slabs.view(slab, int(slot), request.shape, dtype) for slot in request.slots]))
 
-    def decode_here(self, request: DecodeRequest) -> tuple[NDArray[np.generic], DecodeAnswer]:
-        """Decodes one run for another node; its slots are not looked at.
-
-        Returns:
-            The pictures, [N, *shape], and the answer.
-
-        Raises:
-            DamagedDataError: as `decode`.
-        """
-        pictures = np.empty((len(request.wanted), *request.shape), request.form.writer().dtype)
-        return pictures, _decode(request, list(pictures))
+    def _taken(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
+        """Memory for one answer. Ray has copied it before the next call begins, so its warm pages serve all calls."""
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if nbytes > len(self._scratch):
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype).reshape(shape)
 
     def warm(self, slab: SlabHandle) -> None:
         """Maps a stream's memory before its first call."""
@@ -119,23 +121,25 @@ class DecoderElsewhere(Decoder):
             DamagedDataError: as `Decoder.decode`.
             StreamClosedError: the caller's slots are gone.
         """
+        assert request.slab is not None  # without one, ranks ask the decoder themselves
         try:
-            pictures, answer = ray.get(self._decoder.decode_here.remote(replace(request, slots=request.slots[:0])))
+            answer: DecodeAnswer = ray.get(self._decoder.decode.remote(replace(request, slab=None, slots=request.slots[:0])))
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
-        for slot, picture in zip(request.slots, pictures, strict=True):
+        assert answer.pictures is not None  # there was no slab to write to
+        for slot, picture in zip(request.slots, answer.pictures, strict=True):
             self._slabs.view(request.slab, int(slot), request.shape, picture.dtype)[...] = picture
-        return answer
+        return DecodeAnswer(answer.counts)
 
 
-def _decode(request: DecodeRequest, out: list[NDArray[np.generic]]) -> DecodeAnswer:
+def _decode(request: DecodeRequest, out: list[NDArray[np.generic]]) -> dict[str, float]:
     start = time.process_time()
     try:
         decoded = decode_run(request.track, request.wanted, request.form, out)
     except DamagedDataError as error:
         raise located(error, request.dataset, request.episode, request.track) from error
     cpu = time.process_time() - start
-    return DecodeAnswer({"reelray_pictures_decoded": decoded, "reelray_decode_cpu_seconds": cpu})
+    return {"reelray_pictures_decoded": decoded, "reelray_decode_cpu_seconds": cpu}
 
 
 DecodeActor = ray.remote(num_cpus=1)(Decoder)

@@ -52,7 +52,7 @@ def node_label(node_id: str) -> str:
 class _Manager:
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._pools: dict[str, list[ActorHandle]] = {}
+        self._landings: dict[str, list[ActorHandle]] = {}
         self._decoders: dict[str, list[ActorHandle]] = {}
         self._caches: dict[str, ActorHandle] = {}
         self._making = threading.Lock()
@@ -61,12 +61,21 @@ class _Manager:
         """Answers once the actor is up; the version that it runs."""
         return __version__
 
-    def decode_pool(self, node_id: str) -> list[ActorHandle]:
-        """The decode actors of one node, made at the first request; its ranks ask at the same time."""
+    def decode_pool(self, node_id: str, *, shared_memory: bool = True) -> list[ActorHandle]:
+        """The decode actors for the ranks of one node, made at the first request; its ranks ask at the same time.
+
+        Args:
+            node_id: the ranks' node.
+            shared_memory: whether the actors must be on that node, because they write to memory of its ranks.
+        """
         with self._making:
-            if node_id not in self._pools:
-                self._pools[node_id] = self._pool_elsewhere(node_id) if self._settings.cpu_nodes else self._decoders_on(node_id)
-            return self._pools[node_id]
+            if not self._settings.cpu_nodes:
+                return self._decoders_on(node_id)
+            if not shared_memory:
+                return self._decoders_elsewhere()
+            if node_id not in self._landings:
+                self._landings[node_id] = self._make_landings(node_id)
+            return self._landings[node_id]
 
     def pools(self) -> dict[str, int]:
         """How many decode actors each node has."""
@@ -90,20 +99,27 @@ class _Manager:
         )
         return cache
 
-    def _pool_elsewhere(self, node_id: str) -> list[ActorHandle]:
-        """One actor on the node of the ranks for each decoder on the CPU nodes; the decoders serve all ranks.
+    def _decoders_elsewhere(self) -> list[ActorHandle]:
+        """The decoders on the nodes that have CPUs and no GPU; they serve all ranks.
 
         Raises:
-            ResourceUnavailableError: no node has CPUs and no GPU, or actors do not answer in time.
+            ResourceUnavailableError: there is no such node, or actors do not answer in time.
         """
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _is_cpu_node(node["Resources"])]
         if not nodes:
             raise ResourceUnavailableError("no node of the cluster has CPUs and no GPU: add one, or decode on the nodes of the ranks")
-        decoders = [decoder for node in nodes for decoder in self._decoders_on(node)]
+        return [decoder for node in nodes for decoder in self._decoders_on(node)]
+
+    def _make_landings(self, node_id: str) -> list[ActorHandle]:
+        """One actor on the node of the ranks for each decoder on the CPU nodes.
+
+        Raises:
+            ResourceUnavailableError: as `_decoders_elsewhere`.
+        """
         actor_class: Any = DecodeElsewhereActor
         actors: list[ActorHandle] = [
             actor_class.options(name=f"reelray-landing-{node_label(node_id)}-{number}-{_own_label()}", **_kept_on(node_id)).remote(decoder)
-            for number, decoder in enumerate(decoders)
+            for number, decoder in enumerate(self._decoders_elsewhere())
         ]
         self._await_start(actors, f"the landing actors of node {node_label(node_id)}", "look for failing starts in the actors' logs")
         return actors

@@ -57,7 +57,7 @@ def deliver(way: str, actor: Any, requests: list[DecodeRequest], slab: FrameSlab
             ray.get(actor.decode.remote(request))
             pictures = [slab.view(int(slot), request.shape, np.uint8) for slot in request.slots]
         else:
-            pictures, _ = ray.get(actor.decode_here.remote(replace(request, slots=request.slots[:0])))
+            pictures = ray.get(actor.decode.remote(replace(request, slab=None, slots=request.slots[:0]))).pictures
         for place, picture in enumerate(pictures):
             batch[place % len(batch)] = picture
 

@@ -21,15 +21,18 @@ from actors.node_cache import node_index, node_payload
 from actors.pool_client import DecodePoolClient
 from actors.slab import SlabHandle
 from ingest.engine.counters import Counters
-from ingest.errors import SettingsError
+from ingest.errors import BudgetError, SettingsError
 from ingest.plan import Cursor
 from ingest.storage.processes import usable_cpus
-from train_integration.decoding import DecodeBackend, InlineDecoding, PoolDecoding
+from train_integration.decoding import DecodeBackend, InlineDecoding, ObjectDecoding, PoolDecoding
 from train_integration.feed import RayFeed
-from train_integration.options import StreamDescription, decoded_budget_bytes
+from train_integration.options import StreamConfig, StreamDescription, decoded_budget_bytes
 from train_integration.stream import SampleStream
 
 _MIN_OBJECT_STORE_BYTES = 64 << 20
+_READING, _DECODED = 0.5, 0.4
+"""Parts of a node's object store for compressed pictures on their way, and for decoded ones that are kept there."""
+
 _FEW_CPUS = 2
 """CPUs for each rank of a node up to which ``auto`` lets the ranks decode: an actor costs a process and a message for every call."""
 
@@ -77,8 +80,8 @@ def node_services(description: StreamDescription, pool: PoolSettings | None) -> 
 
 def publish_stream(description: StreamDescription, manager: ActorHandle | None, **options: Any) -> StreamHandles:
     """Puts a description where every rank of the cluster finds it. Call it in the driver."""
-    if description.config.decode == "pool" and manager is None:
-        raise SettingsError("decode='pool' needs a service manager: pass actors.manager.start_manager()")
+    if description.config.needs_actors and manager is None:
+        raise SettingsError("decoding in actors needs a service manager: pass actors.manager.start_manager()")
     job = description.job.indexed(lambda index: node_index(index, manager)).stored(lambda store: node_payload(store, manager))
     description = replace(description, job=job)
     return StreamHandles(ray.put(description), ray.put(job), manager, job.location, **options)
@@ -112,32 +115,53 @@ class RankShard:
             description,
             self.rank,
             self.world_size,
-            RayFeed(handles.job, self._object_store_share()),
+            RayFeed(handles.job, max(_MIN_OBJECT_STORE_BYTES, self._object_store_share(_READING))),
             self._backend(description),
-            decoded_bytes=decoded_budget_bytes(description.config, self.ranks_on_node),
+            decoded_bytes=self._decoded_bytes(description.config),
             cursor=cursor,
             max_steps=handles.max_steps,
             output=output,
         )
 
-    def _object_store_share(self) -> int:
+    def _object_store_share(self, part: float) -> int:
+        """The bytes that this rank may take when its node's ranks share ``part`` of the node's object store."""
         total = float(ray.cluster_resources().get("object_store_memory", 0.0))
         nodes = max(1, sum(1 for node in ray.nodes() if node["Alive"]))
-        return max(_MIN_OBJECT_STORE_BYTES, int(total / nodes * 0.5 / self.ranks_on_node))
+        return int(total / nodes * part / self.ranks_on_node)
+
+    def _decoded_bytes(self, config: StreamConfig) -> int:
+        budget = decoded_budget_bytes(config, self.ranks_on_node)
+        if config.frame_store == "slab":
+            return budget
+        share = self._object_store_share(_DECODED)
+        if config.decoded_budget_gb is None:
+            return min(budget, share)
+        if budget > share:
+            # Beyond it Ray would write pictures to the disk, and the stream would be slow without a word.
+            raise BudgetError(
+                f"the decoded budget of {budget / 2**30:.2f} GiB does not fit the object store: of what the node's ranks may fill with "
+                f"pictures, this rank's share is {share / 2**30:.2f} GiB; start Ray with a larger --object-store-memory, lower "
+                "decoded_budget_gb, or use frame_store slab"
+            )
+        return budget
 
     def _backend(self, description: StreamDescription) -> Any:
         handles, config = self.handles, description.config
         manager = handles.manager
         threads = max(1, usable_cpus() // self.ranks_on_node)
-        if manager is None or config.decode == "inline" or (config.decode == "auto" and threads <= _FEW_CPUS):
+        if manager is None or config.decode == "inline" or (not config.needs_actors and threads <= _FEW_CPUS):
             threads = config.decode_threads if config.decode == "inline" else min(threads, config.decode_threads)
             return lambda counters: InlineDecoding(threads, handles.location, counters)
 
         # Actors start while the job loads its model, not when it asks for the first batch.
-        pool = manager.decode_pool.remote(ray.get_runtime_context().get_node_id())
+        node_id = ray.get_runtime_context().get_node_id()
+        shared_memory = config.frame_store == "slab"
+        pool = manager.decode_pool.remote(node_id, shared_memory=shared_memory)
 
         def backend(counters: Counters) -> DecodeBackend:
             actors = ray.get(pool)
+            if not shared_memory:
+                return ObjectDecoding(DecodePoolClient(actors, counters), handles.location)
 
             def forget(token: bytes) -> None:
                 for actor in actors:

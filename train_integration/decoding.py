@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.decode_pool import DecodeAnswer, DecodeRequest
+from actors.object_frames import ObjectFrames
 from actors.pool_client import DecodePoolClient
 from actors.slab import BlockSlab, FrameSlab, SlabHandle
 from actors.stream_metrics import PoolLoad
@@ -34,8 +35,8 @@ class DecodeBackend(Protocol):
         """Slots that this back end can write to."""
         ...
 
-    def make_blocks(self, slot_bytes: int, batch: int, blocks: int) -> BlockStore:
-        """Memory of batches that this back end can write to.
+    def make_blocks(self, slot_bytes: int, batch: int, blocks: int) -> BlockStore | None:
+        """Memory of batches that this back end can write to, or None where it can only write to slots.
 
         Args:
             slot_bytes: bytes of one picture.
@@ -122,16 +123,14 @@ class PoolDecoding:
         moved: SlotsMoved,
     ) -> Future[Any]:
         assert isinstance(frames, FrameSlab | BlockSlab)  # made by this object
-        numbers = np.arange(len(wanted), dtype=np.int64)
-        request = DecodeRequest(self._dataset, episode, excerpt(track, wanted), numbers, form, shape, frames.handle, slots)
+        request = _request(self._dataset, track, episode, wanted, form, shape, frames.handle, slots)
 
         def elsewhere(lost: DecodeRequest) -> DecodeRequest:
             fresh = frames.replace_lost(lost.slots)
             moved(fresh)
             return replace(lost, slots=fresh, slab=frames.handle)
 
-        describe = f"{self._dataset}: episode {episode}, {track.camera}, pictures {int(wanted[0])}..{int(wanted[-1])} of {track.path}"
-        return self._client.submit(request, cost=float(len(wanted)) * shape[0] * shape[1], describe=describe, on_lost=elsewhere)
+        return _submit(self._client, request, track, wanted, elsewhere)
 
     def states(self) -> Sequence[str]:
         return self._client.states()
@@ -144,6 +143,91 @@ class PoolDecoding:
         for slab in self._slabs:
             self._forget(slab.handle.token)
             slab.close()
+
+
+class ObjectDecoding:
+    """Decoding by actors whose pictures come through Ray's object store.
+
+    Args:
+        client: the pool's client; closed with this object.
+        dataset: location of the dataset, for messages.
+    """
+
+    def __init__(self, client: DecodePoolClient, dataset: str) -> None:
+        self._client = client
+        self._dataset = dataset
+        self._stores: list[ObjectFrames] = []
+
+    def make_frames(self, slot_bytes: int, slots: int) -> ObjectFrames:
+        store = ObjectFrames(slot_bytes, slots)
+        self._stores.append(store)
+        return store
+
+    def make_blocks(self, slot_bytes: int, batch: int, blocks: int) -> None:
+        """None: an object is what one call decodes, and not what one batch delivers."""
+
+    def warm(self, blocks: BlockStore) -> None:
+        """Nothing to do: Ray maps the object store when a process starts."""
+
+    def submit(
+        self,
+        frames: FrameStore | BlockStore,
+        track: Track,
+        episode: int,
+        wanted: NDArray[np.int64],
+        form: PictureForm,
+        shape: tuple[int, int, int],
+        slots: NDArray[np.int32],
+        moved: SlotsMoved,  # noqa: ARG002 - a lost decoder wrote to memory of its own, so the slots can be used again
+    ) -> Future[Any]:
+        assert isinstance(frames, ObjectFrames)  # made by this object
+        request = _request(self._dataset, track, episode, wanted, form, shape, None, slots[:0])
+        landed: Future[Any] = Future()
+
+        def land(call: Future[Any]) -> None:
+            try:
+                frames.land(slots, call.result().pictures)
+            except Exception as error:
+                landed.set_exception(error)
+            else:
+                landed.set_result(None)
+
+        _submit(self._client, request, track, wanted, lambda lost: lost).add_done_callback(land)
+        return landed
+
+    def states(self) -> Sequence[str]:
+        return self._client.states()
+
+    def load(self) -> PoolLoad:
+        return self._client.load()
+
+    def close(self) -> None:
+        self._client.close()
+        for store in self._stores:
+            store.close()
+
+
+def _request(
+    dataset: str,
+    track: Track,
+    episode: int,
+    wanted: NDArray[np.int64],
+    form: PictureForm,
+    shape: tuple[int, int, int],
+    slab: SlabHandle | None,
+    slots: NDArray[np.int32],
+) -> DecodeRequest:
+    numbers = np.arange(len(wanted), dtype=np.int64)
+    return DecodeRequest(dataset, episode, excerpt(track, wanted), numbers, form, shape, slab, slots)
+
+
+def _submit(
+    client: DecodePoolClient, request: DecodeRequest, track: Track, wanted: NDArray[np.int64], on_lost: Callable[[Any], Any]
+) -> Future[Any]:
+    pictures = f"pictures {int(wanted[0])}..{int(wanted[-1])} of {track.path}"
+    describe = f"{request.dataset}: episode {request.episode}, {track.camera}, {pictures}"
+    cost = float(len(wanted)) * request.shape[0] * request.shape[1]
+    return client.submit(request, cost=cost, describe=describe, on_lost=on_lost)
 
 
 class InlineDecoding:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.datasource import UnitList
-from ingest.engine.blocks import OpenBatches
+from ingest.engine.blocks import BlockStore, OpenBatches
 from ingest.engine.frames import FrameStore
 from ingest.engine.modes import DecodeMode, choose_once
 from ingest.engine.pictures import PictureForm
@@ -139,7 +139,7 @@ class RankMemory:
         return once, replace(stores, demand=demand)
 
     def _batch_memory(self, memory: BatchMemory | None) -> BatchMemory | None:
-        """Memory for decoding every unit straight into its batches, or None where that is not possible within the budget."""
+        """Memory for decoding every unit straight into its batches, or None where budget or back end do not allow it."""
         work = self._work
         sizes = {camera: form.nbytes(self._spec.features[camera]) for camera, form in self._forms.items()}
         batch_bytes = work.batch_size * sum(sizes.values())
@@ -153,7 +153,12 @@ class RankMemory:
             return memory
         # Batches that are queued, in hand and with the loop have their memory still.
         batches = limit + self._budgets.ahead + 3
-        stores = {camera: self._backend.make_blocks(nbytes, work.batch_size, batches) for camera, nbytes in sizes.items()}
+        stores: dict[str, BlockStore] = {}
+        for camera, nbytes in sizes.items():
+            blocks = self._backend.make_blocks(nbytes, work.batch_size, batches)
+            if blocks is None:
+                return None
+            stores[camera] = blocks
         return BatchMemory(stores, OpenBatches(limit), work.batch_size, batch_bytes, batches)
 
     def _decoded_once(self, slots: int, beside: int) -> NDArray[np.bool_]:

@@ -28,6 +28,7 @@ from train_integration.option_checks import require_positive
 from train_integration.worklist import EpisodeLengths
 
 Decode = Literal["auto", "pool", "inline"]
+FrameStoreName = Literal["slab", "object_store"]
 _RUNS_PER_EPISODE = 8
 """Runs of frames, into which the native orders cut episodes, that count as one episode fetched ahead."""
 _POSITIVE = (
@@ -65,6 +66,9 @@ class StreamConfig:
         decode_mode: ``auto`` decodes units whole where the decoded budget holds them, those first that save most, and the others
             sample by sample; ``once`` refuses a budget that does not hold all; ``on_demand`` decodes every sample by itself.
         decode_threads: most threads of ``inline`` decoding.
+        frame_store: where decode actors leave their pictures: ``slab``: in memory of the rank, that they share with it;
+            ``object_store``: in Ray's object store, which costs more per picture and needs no shared memory, so that decoders
+            on other nodes are asked directly. It needs decode actors, so ``auto`` decodes in them.
         decoded_budget_gb: GiB of decoded pictures per rank; None takes a share of the node's memory.
         byte_budget_gb: GiB of fetched compressed pictures per rank.
         prefetch_batches: finished batches kept ahead of the training loop.
@@ -88,6 +92,7 @@ class StreamConfig:
     decode: Decode = "auto"
     decode_mode: DecodeMode = "auto"
     decode_threads: int = 2
+    frame_store: FrameStoreName = "slab"
     decoded_budget_gb: float | None = None
     byte_budget_gb: float = 8.0
     prefetch_batches: int = 4
@@ -104,8 +109,17 @@ class StreamConfig:
             )
         if self.decode not in {"auto", "pool", "inline"}:
             raise SettingsError(f"decode must be auto, pool or inline, found {self.decode!r}")
+        if self.frame_store not in {"slab", "object_store"}:
+            raise SettingsError(f"frame_store must be slab or object_store, found {self.frame_store!r}")
+        if self.frame_store == "object_store" and self.decode == "inline":
+            raise SettingsError("frame_store 'object_store' needs decode actors, and decode 'inline' has none: use pool or auto")
         if self.decode_mode not in {"auto", "once", "on_demand"}:
             raise SettingsError(f"decode_mode must be auto, once or on_demand, found {self.decode_mode!r}")
+
+    @property
+    def needs_actors(self) -> bool:
+        """Whether nothing but decode actors will do."""
+        return self.decode == "pool" or self.frame_store == "object_store"
 
     def for_evaluation(self, **changes: Any) -> StreamConfig:
         """A configuration for an evaluation stream beside the training stream: in selection order, every frame once, then over.

@@ -48,6 +48,8 @@ class Bench:
     """Decode in the node's actors, in threads of each rank, or in threads where a node has few CPUs for each rank."""
     decode_actors: int | None = None
     """Decode actors per node; the node's free CPUs when unset. With a number, ``auto`` decodes in actors."""
+    frame_store: Literal["slab", "object_store"] = "slab"
+    """Where decode actors leave pictures: in memory that they share with their ranks, or in Ray's object store."""
     decode_mode: Literal["auto", "once", "on_demand"] = "auto"
     """Decode units whole within the decoded budget and the rest sample by sample, all of them whole, or none."""
     decoded_budget_gb: float | None = None
@@ -77,6 +79,7 @@ class Bench:
             read=self.read.options(),
             damage=self.read.damage,
             decode=self.decode,
+            frame_store=self.frame_store,
             decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=order.byte_budget_gb,

@@ -58,6 +58,8 @@ class Stream:
     """Logical CPUs that each decode actor reserves; a part of one where decoders share."""
     decode_on_cpu_nodes: bool = False
     """Decode on the nodes without GPUs instead of those of the ranks; pictures then cross the network."""
+    frame_store: Literal["slab", "object_store"] = "slab"
+    """Where decode actors leave pictures: in memory that they share with their ranks, or in Ray's object store."""
     decode_mode: Literal["auto", "once", "on_demand"] = "auto"
     """Decode units whole within the decoded budget and the rest sample by sample, all of them whole, or none."""
     decoded_budget_gb: float | None = None
@@ -89,6 +91,7 @@ class Stream:
             damage=self.read.damage,
             recipe=self.language.stage(),
             decode=self.decode,
+            frame_store=self.frame_store,
             decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=order.byte_budget_gb,

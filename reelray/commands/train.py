@@ -98,6 +98,8 @@ class Train:
     """Logical CPUs that each decode actor reserves; a part of one where decoders share."""
     decode_on_cpu_nodes: bool = False
     """Decode on the nodes without GPUs instead of those of the ranks; pictures then cross the network."""
+    frame_store: Literal["slab", "object_store"] = "slab"
+    """Where decode actors leave pictures: in memory that they share with their ranks, or in Ray's object store."""
     decode_mode: Literal["auto", "once", "on_demand"] = "auto"
     """Decode units whole within the decoded budget and the rest sample by sample, all of them whole, or none."""
     decoded_budget_gb: float | None = None
@@ -297,6 +299,7 @@ class Train:
             damage=self.damage,
             decode="auto" if data.streaming else "inline",
             decode_threads=data.streaming_decode_threads,
+            frame_store=self.frame_store,
             decode_mode=self.decode_mode,
             decoded_budget_gb=self.decoded_budget_gb,
             byte_budget_gb=data.streaming_byte_budget_gb,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from ingest.engine import COUNTERS, BatchAssembler, Counters, PlannedSamples, op
 from ingest.engine.assemble import BufferPool
 from ingest.engine.decoded import DecodedUnits
 from ingest.engine.fetch import UnitRequest
-from ingest.engine.frames import HeapFrames
 from ingest.engine.modes import choose_once
 from ingest.engine.unit import UnitData, excerpt, pack_unit, unpack_unit
 from ingest.engine.units import decoding_saved
-from ingest.errors import BudgetError, StreamClosedError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.video.spans import picture_span
 from ingest.video.tables import SampleTable
@@ -186,40 +183,6 @@ def test_what_decoding_whole_saves_is_what_decoders_need_not_be_fed(
         assert abs(saved[row] / (32 * 64) - (alone - whole)) <= slack, (episode, lo, hi)
     if gop == 1 and window is None:
         assert not saved.any()
-
-
-def test_slots_are_bounded_and_wake_waiters() -> None:
-    frames = HeapFrames(8, 4)
-    taken = frames.reserve(3)
-    assert (frames.free, frames.peak_used, len(set(taken.tolist()))) == (1, 3, 3)
-    with pytest.raises(BudgetError, match="holds 4"):
-        frames.reserve(5)
-    with pytest.raises(TimeoutError):
-        frames.reserve(2, timeout_s=0.01)
-    view = frames.view(int(taken[0]), (2, 2), np.uint16)
-    view[...] = 9
-    assert frames.view(int(taken[0]), (8,), np.uint8).tolist() == [9, 0] * 4
-    got: list[int] = []
-    waiter = threading.Thread(target=lambda: got.extend(frames.reserve(2).tolist()))
-    waiter.start()
-    frames.release(taken[:1])
-    waiter.join(5)
-    assert len(got) == 2
-    closed: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            frames.reserve(4)
-        except StreamClosedError as error:
-            closed.append(error)
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    frames.close()
-    waiter.join(5)
-    assert len(closed) == 1
-    with pytest.raises(StreamClosedError):
-        frames.view(0, (1,), np.uint8)
 
 
 def test_counters_know_their_names() -> None:

@@ -24,7 +24,7 @@ from train_integration.options import StreamConfig, open_stream
 
 ray.init(log_to_driver=False, logging_level="error")
 plan = PlanSettings(strategy="lanes", batch_size=4, clamp_workers=True)
-description, dataset = open_stream(sys.argv[1], StreamConfig(plan=plan, decoded_budget_gb=0.1, lane_frames=12))
+description, dataset = open_stream(sys.argv[1], StreamConfig(plan=plan, decoded_budget_gb=0.01, lane_frames=12, frame_store=sys.argv[2]))
 of_node = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
 decoding, killed, over = {}, [], threading.Event()
 
@@ -33,7 +33,7 @@ def watch():
         for actor in ray._private.state.actors().values():
             if actor["State"] == "ALIVE" and actor["Name"].startswith(("reelray-decode-", "reelray-landing-")):
                 decoding[actor["Name"]] = "GPU" in of_node[actor["Address"]["NodeID"]]
-                if not killed and len(decoding) >= 4 and actor["Name"].startswith("reelray-decode-"):
+                if not killed and len(decoding) >= int(sys.argv[3]) and actor["Name"].startswith("reelray-decode-"):
                     killed.append(actor["Pid"])
                     os.kill(actor["Pid"], signal.SIGKILL)
 
@@ -69,9 +69,11 @@ def address() -> Iterator[str]:
     cluster.shutdown()
 
 
-def test_samples_are_those_of_one_process(address: str, streamed: Path) -> None:
+@pytest.mark.parametrize(("frame_store", "beside_ranks"), [("slab", {"landing"}), ("object_store", set())])
+def test_samples_are_those_of_one_process(address: str, streamed: Path, frame_store: str, beside_ranks: set[str]) -> None:
+    actors = 2 + 2 * len(beside_ranks)
     ended = subprocess.run(
-        [sys.executable, "-c", DELIVER, str(streamed)],
+        [sys.executable, "-c", DELIVER, str(streamed), frame_store, str(actors)],
         env=os.environ | {"RAY_ADDRESS": address, "PYTHONPATH": str(REPOSITORY), "RAY_TRAIN_V2_ENABLED": "1"},
         capture_output=True,
         text=True,
@@ -83,5 +85,5 @@ def test_samples_are_those_of_one_process(address: str, streamed: Path) -> None:
     assert found["same"]
     assert found["rows"] > 0
     assert {name.split("-")[1] for name, on_gpu_node in found["decoding"].items() if not on_gpu_node} == {"decode"}
-    assert {name.split("-")[1] for name, on_gpu_node in found["decoding"].items() if on_gpu_node} == {"landing"}
+    assert {name.split("-")[1] for name, on_gpu_node in found["decoding"].items() if on_gpu_node} == beside_ranks
     assert len(found["killed"]) == 1

@@ -17,11 +17,13 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from ray._private.internal_api import get_memory_info_reply
+from ray._private.state import state
 
 from actors.manager import PoolSettings
 from ingest.engine import open_dataset
 from ingest.engine.modes import DecodeMode
-from ingest.errors import DecodeError
+from ingest.errors import BudgetError, DecodeError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings, plan_epoch
 from train_integration.delivery import DeliverySummary, deliver_locally, deliver_through_ray
@@ -74,6 +76,18 @@ def test_ray_delivers_what_one_process_delivers(streamed: Path, world_size: int,
 
 def _delivery_pids(ledger: Any) -> dict[int, int]:
     return ray.get(ledger.progress.remote())["pids"]
+
+
+def _object_store_bytes() -> int:
+    return get_memory_info_reply(state).store_stats.object_store_bytes_used  # type: ignore[attr-defined]
+
+
+def assert_nothing_is_left_of_pictures(used: int) -> None:
+    """Waits for the object store to hold no more than before, but for descriptions of streams, which are small."""
+    deadline = time.monotonic() + 30
+    while (left := _object_store_bytes()) > used + 80_000 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert left <= used + 80_000, "what Ray keeps in its store, and not in a message, has 100 kB or more"
 
 
 def _named(*names: str) -> list[int]:
@@ -131,6 +145,43 @@ def test_a_killed_decode_actor_changes_nothing(streamed: Path) -> None:
     assert killer.killed is not None
     assert found.attempts == 1
     assert_same(found, in_process(streamed, config, 2))
+
+
+@pytest.mark.parametrize("mode", ["auto", pytest.param("on_demand", marks=pytest.mark.slow)])
+def test_pictures_may_come_through_the_object_store(streamed: Path, mode: DecodeMode) -> None:
+    config = replace(config_of(strategy="lanes", batch_size=7), frame_store="object_store", decoded_budget_gb=0.05, decode_mode=mode)
+    used = _object_store_bytes()
+    found = through_ray(streamed, config, 2)
+    assert_same(found, in_process(streamed, config, 2))
+    assert found.counts["reelray_pictures_decoded"] > 0
+    assert_nothing_is_left_of_pictures(used)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_leaves_no_picture_in_the_object_store(streamed: Path) -> None:
+    config = replace(config_of(strategy="lanes", batch_size=4), frame_store="object_store", decoded_budget_gb=0.05)
+    used = _object_store_bytes()
+    found, killer = killed_run(streamed, config, 40, lambda ledger: lambda: [_delivery_pids(ledger)[1]])
+    assert killer.killed is not None
+    assert found.attempts == 2
+    assert_same(found, in_process(streamed, config, 2))
+    assert_nothing_is_left_of_pictures(used)
+
+
+@pytest.mark.slow
+def test_a_killed_decoder_of_objects_changes_nothing(streamed: Path) -> None:
+    config = replace(config_of(strategy="remaining", batch_size=4), frame_store="object_store", decoded_budget_gb=0.05)
+    found, killer = killed_run(streamed, config, Random(43).randint(8, 72), lambda _: lambda: _named("Decoder"))
+    assert killer.killed is not None
+    assert found.attempts == 1
+    assert_same(found, in_process(streamed, config, 2))
+
+
+@pytest.mark.slow
+def test_a_decoded_budget_beyond_the_object_store_is_refused(streamed: Path) -> None:
+    config = replace(config_of(strategy="lanes", batch_size=4), frame_store="object_store", decoded_budget_gb=64.0)
+    with pytest.raises(BudgetError, match=r"64.00 GiB does not fit the object store: .* share is 0\."):
+        through_ray(streamed, config, 2, max_steps=1)
 
 
 def test_a_killed_read_worker_changes_nothing(streamed: Path) -> None:
