@@ -81,7 +81,7 @@ class DecodePoolClient:
         self._waiting: deque[_Call] = deque()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._closed = False
-        self._open: set[_Call] = set()
+        self._open: set[Future[Any]] = set()
         self._ended: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="reelray-pool-client", daemon=True)
         self._thread.start()
@@ -101,11 +101,12 @@ class DecodePoolClient:
         """
         future: Future[Any] = Future()
         call = _Call(request, cost, describe, future, on_lost)
-        self._open.add(call)
-        future.add_done_callback(lambda _: self._open.discard(call))
+        self._open.add(future)
+        # Not the call: a future that refers to itself would keep its answer's pictures until the garbage collector comes.
+        future.add_done_callback(self._open.discard)
         self._events.put(lambda: self._enqueue(call))
         if self._ended is not None:
-            self._fail(call, self._ended)
+            self._fail(future, self._ended)
         return future
 
     def states(self) -> list[str]:
@@ -138,14 +139,14 @@ class DecodePoolClient:
         except Exception as unexpected:
             # Nobody else would answer these calls, and whoever waits for them would wait for ever.
             self._ended = unexpected
-        for call in list(self._open):
-            self._fail(call, self._ended)
+        for future in list(self._open):
+            self._fail(future, self._ended)
 
     @staticmethod
-    def _fail(call: _Call, error: Exception) -> None:
+    def _fail(future: Future[Any], error: Exception) -> None:
         # Submitting and ending may meet here.
         with contextlib.suppress(InvalidStateError):
-            call.future.set_exception(error)
+            future.set_exception(error)
 
     def _handle_events(self) -> None:
         while not self._closed:

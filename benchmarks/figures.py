@@ -222,13 +222,20 @@ def decoders(found: Figures) -> str:
 
 
 def handover(found: Figures) -> str:
-    """Two ways from a decode actor to the rank."""
+    """The two frame stores."""
+    what = {"calls": "decode calls alone", "window1": "stream, one picture in a sample", "window4": "stream, four pictures in a sample"}
     rows = [
-        ("slots of the shared slab", f"{number(found['slab_cpu_ms'])} ms"),
-        ("Ray's object store", f"{number(found['object_store_cpu_ms'])} ms"),
-        ("object store ÷ slab", number(found["object_store_over_slab"])),
+        (
+            title,
+            f"{number(found[key]['slab_cpu_ms'])} ms",
+            f"{number(found[key]['object_store_cpu_ms'])} ms",
+            number(found[key]["object_store_over_slab"]),
+            *(f"{found[key][f'{way}_pictures_s']:,}/s" if f"{way}_pictures_s" in found[key] else "" for way in ("slab", "object_store")),
+        )
+        for key, title in what.items()
     ]
-    return table("CPU time per picture, decoding and gathering included|", rows) + f"\n({found['machine']})\n"
+    heads = "CPU time per picture delivered|slab|object store|object store ÷ slab|pictures by wall clock: slab|object store"
+    return table(heads, rows) + f"\n({found['machine']})\n"
 
 
 def prefeature(found: Figures) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import time
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 
+from actors.pool_client import DecodePoolClient
 from actors.slab import AttachedSlabs, FrameSlab
 from ingest.engine.counters import Counters
 from ingest.errors import PoisonedWorkError, StreamClosedError
@@ -86,12 +91,52 @@ class Fragile:
         return Answer({"reelray_pictures_decoded": 1})
 
 
+class AtOnce:
+    """Stands for an actor that answers before it is asked twice: each answer is the one given."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+        self.decode = self.ping = self
+
+    def remote(self, *_: Any) -> AtOnce:
+        return self
+
+    def future(self) -> Future[Any]:
+        done: Future[Any] = Future()
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            done.set_exception(answer)
+        else:
+            done.set_result(answer)
+        return done
+
+
+@pytest.mark.parametrize("lost_first", [False, True])
+def test_nothing_keeps_an_answer_that_its_caller_has_dropped(lost_first: bool) -> None:
+    # An answer may be mapped memory of the object store, which is full long before the garbage collector comes.
+    answer = Answer()
+    gone = weakref.ref(answer)
+    before: list[Any] = [RayActorError(), "up"] if lost_first else []
+    client = DecodePoolClient([AtOnce(*before, answer)], Counters())  # type: ignore[list-item]
+    del answer, before
+    gc.disable()
+    try:
+        future = client.submit(0, cost=1.0, describe="a call", on_lost=lambda request: request)
+        assert isinstance(future.result(timeout=10), Answer)
+        del future
+        deadline = time.monotonic() + 5
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
+        client.close()
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_deadly_call_is_quarantined_and_its_neighbours_survive() -> None:
     import ray
-
-    from actors.pool_client import DecodePoolClient
 
     # Workers cannot import a test module.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
