@@ -93,7 +93,8 @@ class DecodePoolClient:
             request: argument of `DecodeActor.decode`.
             cost: relative work, used to balance the actors.
             describe: what the call is for, in error messages ("episode 3, camera …").
-            on_lost: makes the request to send after one was lost with its actor (with other frame slots).
+            on_lost: makes the request to send after one was lost with its actor (with other frame slots), or raises
+                `StreamClosedError` where nobody wants the answer any more.
 
         Returns:
             A future of the actor's answer. It fails with the actor's own typed error, with `PoisonedWorkError`
@@ -221,7 +222,11 @@ class DecodePoolClient:
             )
             return
         self._counters.add("reelray_retries")
-        call.request = call.on_lost(call.request)
+        try:
+            call.request = call.on_lost(call.request)
+        except StreamClosedError as closed:
+            call.future.set_exception(closed)
+            return
         self._waiting.appendleft(call)
 
     def _ping_later(self, member: _Member) -> None:

@@ -7,7 +7,6 @@ left behind by a crash, and that is not limited by the size of ``/dev/shm``. Dec
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import secrets
@@ -47,6 +46,11 @@ class SlabHandle:
     def nbytes(self) -> int:
         """Bytes of the mapping: one page that holds the token, then the slots."""
         return _PAGE + self.slots * self.slot_bytes
+
+    @property
+    def path(self) -> str:
+        """Where the node's other processes open it."""
+        return f"/proc/{self.pid}/fd/{self.descriptor}"
 
 
 class _Slots:
@@ -93,7 +97,9 @@ class _SharedFile:
         return SlabHandle(os.getpid(), self._descriptor, self._token, self._slot_bytes, self.slots)
 
     def close(self) -> None:
+        """Lets go of the memory, which stays as long as a view of it does."""
         os.close(self._descriptor)
+        del self.memory
 
 
 class FrameSlab:
@@ -110,6 +116,7 @@ class FrameSlab:
         self._file = _SharedFile(self.slot_bytes, slots)
         self._slots: _Slots | None = _Slots(self._file.memory, self.slot_bytes)
         self._allocator = SlotAllocator(slots)
+        self._resizing = threading.Lock()
 
     @property
     def handle(self) -> SlabHandle:
@@ -142,19 +149,26 @@ class FrameSlab:
 
         A decoder that is unreachable may be alive. Its slots must never be used again, or it could paint an old picture
         over a new one; so the slab grows by what was lost.
+
+        Raises:
+            StreamClosedError: the slab was closed.
         """
         count = len(slots)
-        self._slots = _Slots(self._file.resized(self.slots + count), self.slot_bytes)
-        self.slots += count
+        with self._resizing:
+            if self._slots is None:
+                raise StreamClosedError("the frame slab was closed while a lost decode call was to be sent again")
+            self._slots = _Slots(self._file.resized(self.slots + count), self.slot_bytes)
+            self.slots += count
         self._allocator.grow(count)
         return self.reserve(count)
 
     def close(self) -> None:
-        if self._slots is None:
-            return
         self._allocator.close()
-        self._slots = None
-        self._file.close()
+        # The descriptor's number may belong to another file afterwards: nothing may be resized then.
+        with self._resizing:
+            if self._slots is not None:
+                self._slots = None
+                self._file.close()
 
 
 class BlockSlab:
@@ -211,12 +225,30 @@ class BlockSlab:
                 self._file.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attached:
+    """A mapped slab, and what tells its file from another that got the same descriptor later."""
+
+    handle: SlabHandle
+    device: int
+    inode: int
+    slots: _Slots
+
+    def closed(self) -> bool:
+        """Whether its owner has closed it, or is gone."""
+        try:
+            found = os.stat(self.handle.path)
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != (self.device, self.inode)
+
+
 class AttachedSlabs:
-    """The decode actor's side: maps slabs by handle and forgets those whose owner is gone. Thread-safe."""
+    """The decode actor's side: maps slabs by handle and forgets those that their owner has closed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mapped: dict[tuple[int, bytes], tuple[int, _Slots]] = {}
+        self._mapped: dict[bytes, _Attached] = {}
 
     def view(self, handle: SlabHandle, slot: int, shape: Sequence[int], dtype: DTypeLike) -> NDArray[np.generic]:
         """The memory of one slot of the slab behind ``handle``.
@@ -224,14 +256,11 @@ class AttachedSlabs:
         Raises:
             StreamClosedError: the owner is gone or has closed the slab.
         """
-        key = (handle.pid, handle.token)
         with self._lock:
-            found = self._mapped.get(key)
-            if found is None or found[0] < handle.slots:
-                self._drop_orphans()
-                found = (handle.slots, self._attach(handle))
-                self._mapped[key] = found
-        return found[1].view(slot, shape, dtype)
+            found = self._mapped.get(handle.token)
+            if found is None or found.handle.slots < handle.slots:
+                found = self._attach(handle)
+        return found.slots.view(slot, shape, dtype)
 
     def warm(self, handle: SlabHandle) -> None:
         """Maps a slab with all its pages, so that no page is met for the first time while pictures are being decoded.
@@ -240,30 +269,34 @@ class AttachedSlabs:
             StreamClosedError: the owner is gone or has closed the slab.
         """
         with self._lock:
-            self._mapped[handle.pid, handle.token] = (handle.slots, self._attach(handle, populate=True))
+            self._attach(handle, populate=True)
 
-    def _attach(self, handle: SlabHandle, *, populate: bool = False) -> _Slots:
-        gone = StreamClosedError(f"the frame slab of process {handle.pid} is gone: its rank has ended or closed the stream")
+    def _attach(self, handle: SlabHandle, *, populate: bool = False) -> _Attached:
+        # A stream that goes on without a damaged episode closes its memory and makes new: nobody says so to the decoders.
+        for token in [token for token, one in self._mapped.items() if one.closed()]:
+            del self._mapped[token]
+        gone = StreamClosedError(
+            f"the frame slab of process {handle.pid} is gone: its rank has ended or closed the stream; if it has not, it runs in another "
+            "container or as another user than this decoder, and needs --frame-store object_store"
+        )
         try:
-            descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise gone from error
         try:
             if os.pread(descriptor, 16, 0) != handle.token:
                 raise gone
             memory = mmap.mmap(descriptor, handle.nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0))
+            found = os.fstat(descriptor)
         except (OSError, ValueError) as error:
             raise gone from error
         finally:
             os.close(descriptor)
-        return _Slots(memory, handle.slot_bytes)
-
-    def _drop_orphans(self) -> None:
-        for key in list(self._mapped):
-            if not os.path.exists(f"/proc/{key[0]}"):
-                del self._mapped[key]
+        attached = _Attached(handle, found.st_dev, found.st_ino, _Slots(memory, handle.slot_bytes))
+        self._mapped[handle.token] = attached
+        return attached
 
     def drop(self, token: bytes) -> None:
         """Unmaps one slab, when its owner says that the stream has ended."""
-        with self._lock, contextlib.suppress(StopIteration):
-            del self._mapped[next(key for key in self._mapped if key[1] == token)]
+        with self._lock:
+            self._mapped.pop(token, None)

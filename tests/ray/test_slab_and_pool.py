@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from actors.pool_client import DecodePoolClient
-from actors.slab import AttachedSlabs, FrameSlab
+from actors.slab import AttachedSlabs, BlockSlab, FrameSlab
 from ingest.engine.counters import Counters
 from ingest.errors import PoisonedWorkError, StreamClosedError
 
@@ -61,6 +63,56 @@ def test_lost_slots_are_never_handed_out_again() -> None:
     slab.view(int(fresh[-1]), (64,), np.uint8)[:] = 5
     assert slab.view(int(lost[0]), (64,), np.uint8).max() == 9
     slab.close()
+
+
+def test_a_closed_slab_does_not_touch_the_file_that_got_its_descriptor(tmp_path: Path) -> None:
+    slab = FrameSlab(64, 4)
+    lost = slab.reserve(2)
+    descriptor = slab.handle.descriptor
+    slab.close()
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    os.dup2(other, descriptor)
+    try:
+        with pytest.raises(StreamClosedError):
+            slab.replace_lost(lost)
+        slab.close()
+        assert os.fstat(descriptor).st_size == 0
+    finally:
+        for opened in {other, descriptor}:
+            os.close(opened)
+
+
+def test_a_lost_call_that_nobody_wants_any_more_does_not_end_the_others() -> None:
+    def unwanted(_: Any) -> Any:
+        raise StreamClosedError("closed")
+
+    client = DecodePoolClient([AtOnce(RayActorError(), "up", Answer())], Counters())  # type: ignore[list-item]
+    first = client.submit(0, cost=1.0, describe="a lost call", on_lost=unwanted)
+    assert isinstance(first.exception(timeout=10), StreamClosedError)
+    second = client.submit(1, cost=1.0, describe="another", on_lost=unwanted)
+    assert isinstance(second.result(timeout=10), Answer)
+    client.close()
+
+
+def mapped() -> int:
+    """Mappings of slabs in this process."""
+    return sum("memfd:reelray-frames" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("make", [lambda: FrameSlab(64, 4), lambda: BlockSlab(64, 2, 2)], ids=["frames", "blocks"])
+def test_a_closed_slab_is_mapped_by_nobody(make: Callable[[], FrameSlab | BlockSlab]) -> None:
+    before = mapped()
+    decoder, kept = AttachedSlabs(), []
+    for round_number in range(5):
+        slab = make()
+        kept.append(slab)  # as the stream's back end does, to close them all at its end
+        decoder.view(slab.handle, 0, (64,), np.uint8)[:] = round_number
+        assert slab.view(0, (64,), np.uint8).max() == round_number
+        assert mapped() - before == 2, "once by the owner, once by the decoder, and nothing of the slabs before"
+        slab.close()
+    assert mapped() - before == 1, "the decoder looks when it maps the next one"
+    decoder.drop(kept[-1].handle.token)
+    assert mapped() == before
 
 
 def test_nothing_of_a_slab_has_a_name_in_a_file_system() -> None:
