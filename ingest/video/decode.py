@@ -116,6 +116,9 @@ def decode_into(
             writer.write(frame, out_slots[position])
         except DecodeError as error:
             raise _damaged(table, picture, str(error)) from error
+        except FFmpegError as error:
+            what = f"libswscale does not convert it from {frame.format.name}, colour space {int(frame.colorspace)} ({error})"
+            raise _damaged(table, picture, what) from error
         yield position, picture
 
 

@@ -118,6 +118,9 @@ class DirectWriter:
             frame: as decoded.
             out: [height, width, channels]; nothing is done unless it is uint8, contiguous and as large as the frame.
         """
+        if frame.interlaced_frame:
+            # PyAV converts the two fields of such a frame apart, each with its own rows of chroma.
+            return False
         kind = kind_of(frame)
         try:
             converter = self._known[kind]

@@ -168,6 +168,15 @@ def test_damage_is_named_and_good_pictures_before_it_are_right() -> None:
     assert later == list(range(20, 30))
 
 
+def test_colours_that_cannot_be_converted_are_named() -> None:
+    data = encode(pictures(3), options={"x264-params": "keyint=3:colormatrix=YCgCo"})
+    table, store = table_of(data), MemoryStore({"a.mp4": data})
+    span, out = picture_span(table, range(3)), np.zeros((3, 48, 64, 3), np.uint8)
+    payload = store.read_ranges("a.mp4", span.ranges)
+    with pytest.raises(DecodeError, match=r"picture 0 .* cannot be decoded: .* does not convert it from yuv420p, colour space 8"):
+        list(decode_into(table, span, payload, range(3), PictureWriter(), out))
+
+
 def test_a_missing_picture_is_an_error_not_its_neighbour() -> None:
     data = encode(pictures(12), options={"g": "12", "bf": "0"})
     table = table_of(data)

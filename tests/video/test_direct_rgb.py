@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import av
 import numpy as np
 import pytest
@@ -71,6 +73,23 @@ def test_what_cannot_be_written_directly_is_left_alone() -> None:
         assert not out.any()
     grey = av.VideoFrame.from_ndarray(np.full((32, 64), 9, np.uint8), format="gray")
     assert not writer.write(grey, np.zeros((32, 64, 3), np.uint8))
+
+
+def test_interlaced_pictures_have_the_bytes_of_pyav() -> None:
+    data = io.BytesIO()
+    with av.open(data, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=30, width=96, height=64, pix_fmt="yuv420p")
+        assert isinstance(stream, av.VideoStream)
+        stream.options = {"x264-params": "keyint=2:interlaced=1:tff=1"}
+        for seed in range(3):
+            container.mux(stream.encode(noise(96, 64, seed=seed)))
+        container.mux(stream.encode())
+    writer = PictureWriter()
+    with av.open(io.BytesIO(data.getvalue())) as container:
+        frames = list(container.decode(video=0))
+    assert [frame.interlaced_frame for frame in frames] == [True] * 3
+    for frame in frames:
+        assert np.array_equal(writer.picture(frame), frame.to_ndarray(format="rgb24"))
 
 
 def test_a_library_that_converts_otherwise_is_not_trusted() -> None:
