@@ -49,7 +49,9 @@ def measure_mixing(plan: RankPlan, *, batch_size: int | None = None, max_samples
     unit, frame = table.unit[real], table.frame[real]
     units = plan.units
     key = units.dataset[unit].astype(np.int64) << 40 | units.episode[unit]
-    return mixing_of(key, frame, size, place=_place(plan, unit, frame), total=plan.frames)
+    # What drop_tail leaves out has its place in the data too; what loop repeats comes on top.
+    owned = sum(int(order.pieces.count.sum()) for order in plan.orders)
+    return mixing_of(key, frame, size, place=_place(plan, unit, frame), total=max(owned, plan.frames))
 
 
 def mixing_of(episode: NDArray[np.int64], frame: NDArray[np.int64], batch_size: int, *, place: NDArray[np.int64], total: int) -> Mixing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
@@ -12,7 +12,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Writes ``data`` beside ``path`` and renames it into place; a reader sees the old content or all of the new.
 
     Args:
-        path: its folder is made when missing.
+        path: its folder is made when missing; a link in its place is replaced, never followed.
         data: whole content.
         durable: also flush to the device before the rename, for what cannot be made again.
 
@@ -20,9 +20,10 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
         OSError: no space, no permission, or a folder that cannot be made; names the file, and nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        # Not mkstemp, whose files nobody but their owner may read: the umask decides, as for any file.
+        with open(temporary, "xb") as file:
             file.write(data)
             if durable:
                 file.flush()

@@ -282,7 +282,7 @@ class OrderArguments:
         """As the planner's settings."""
         if self.dp_rank is not None and not 0 <= self.dp_rank < self.ranks:
             raise SettingsError(f"dp_rank must be in 0..{self.ranks - 1}, found {self.dp_rank}")
-        if not 0 < self.byte_budget_gb < math.inf:
+        if not 0 < self.byte_budget_gb * 2**30 < math.inf:
             raise SettingsError(f"byte_budget_gb must be positive, found {self.byte_budget_gb}")
         return PlanSettings(
             strategy=self.strategy,
@@ -307,16 +307,19 @@ def check_outputs(**paths: Path | None) -> None:
         **paths: files by option; None is not asked for.
 
     Raises:
-        SettingsError: a path is a folder, lies inside a file, may not be written, or is given twice.
+        SettingsError: a path is a folder or a device, lies inside a file, may not be written, or is given twice.
     """
     known: dict[Path, str] = {}
     for name, path in paths.items():
         if path is None:
             continue
-        whole = path.absolute()
-        folder = next(parent for parent in whole.parents if parent.exists())
+        whole = Path(os.path.realpath(path))
         if whole.is_dir():
             raise SettingsError(f"{name}: {path} is a directory; name a file in it")
+        if path.exists() and not path.is_file():
+            # A finished file is renamed into place, which would remove the device itself.
+            raise SettingsError(f"{name}: {path} is a device or pipe; name a file")
+        folder = next(parent for parent in whole.parents if parent.exists())
         if not folder.is_dir():
             raise SettingsError(f"{name}: {path} cannot be written, because {folder} is a file")
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -11,7 +11,7 @@ import tyro
 from ingest.errors import SelectionError
 from ingest.lerobot.source import open_source
 from ingest.video.index import ProbingIndex
-from reelray.commands.common import Flat, PlaceArguments, Source, human_bytes, print_facts, print_json
+from reelray.commands.common import Flat, PlaceArguments, Source, check_outputs, human_bytes, print_facts, print_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,8 @@ class EpisodeExport:
         """Exports and says what was written."""
         from ingest.video.mini import export_episode
 
+        output = self.output.expanduser()
+        check_outputs(output=output)
         source = open_source(self.place.store(self.src), allow_unknown_version=self.place.allow_unknown_version)
         camera = self.camera
         if camera is None:
@@ -45,8 +47,8 @@ class EpisodeExport:
             raise SelectionError(f"{source.store.url}: episode {self.episode} has no frames to export")
         table = ProbingIndex(source.store).table(path)
         source.check_pictures(path, camera, table.pictures)
-        nbytes = export_episode(source.store, table, first, count, self.output.expanduser())
-        facts = {"output": str(self.output), "episode": self.episode, "camera": camera, "source": path, "pictures": count, "bytes": nbytes}
+        nbytes = export_episode(source.store, table, first, count, output)
+        facts = {"output": str(output), "episode": self.episode, "camera": camera, "source": path, "pictures": count, "bytes": nbytes}
         if self.json:
             print_json(facts)
         else:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ingest.storage.atomic import write_atomic
+from reelray.commands.common import check_outputs
 from reelray.commands.prefeature_arguments import ClusterArguments, SizeArguments, TeacherArguments, amount, note, show
 
 if TYPE_CHECKING:
@@ -254,6 +256,7 @@ class PrefeatureValidate(TeacherArguments):
         from ingest.prefeature.validate import validate
         from train_integration.cluster import ray_session
 
+        check_outputs(html=self.html)
         samples = None
         if self.teacher_samples:
             choice = self.choice(read_config(self.root).sizes.to_json())
@@ -266,7 +269,7 @@ class PrefeatureValidate(TeacherArguments):
         else:
             report = validate(self.root, full=not self.quick, teacher=samples)
         if self.html is not None:
-            self.html.write_text(report.to_html(), encoding="utf-8")
+            write_atomic(self.html, report.to_html().encode())
         show(report.to_json(), self.json, report.to_text())
         return 0 if report.ok else 1
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
-from reelray.commands.common import Flat, PlaceArguments
+from ingest.storage.atomic import write_atomic
+from reelray.commands.common import Flat, PlaceArguments, check_outputs
 
 if TYPE_CHECKING:
     from ingest.language.preview import Picture
@@ -49,6 +50,7 @@ class RecipeCheck:
         from ingest.language.lint import check_recipe
         from ingest.language.recipe_file import read_recipe
 
+        check_outputs(html=self.html)
         cameras = None if self.source is None else _cameras(_open(self.source, self.place))
         report = check_recipe(read_recipe(self.file), cameras)
         _show(report, self.json, self.html, report.to_html)
@@ -83,6 +85,7 @@ class RecipeCoverage:
         from ingest.language.recipe_file import load_recipe
         from ingest.language.stage import RenderStage
 
+        check_outputs(html=self.html)
         stage = RenderStage(load_recipe(self.recipe), self.policy, self.on_ambiguous)
         report = CoverageReport(plan_language(stage, read_language(_open(self.source, self.place), self.episodes or None)))
         _show(report, self.json, self.html, report.to_html)
@@ -114,6 +117,7 @@ class RecipeRender:
         from ingest.language.recipe_file import load_recipe
         from ingest.language.stage import RenderStage
 
+        check_outputs(html=self.html)
         source = _open(self.source, self.place)
         (language,) = read_language(source, [self.episode])
         stage = RenderStage(load_recipe(self.recipe), on_ambiguous="fallback")
@@ -141,6 +145,7 @@ class RecipeStyles:
         from ingest.language.episode import read_language
         from ingest.language.inventory import style_report
 
+        check_outputs(html=self.html)
         source = _open(self.source, self.place)
         report = style_report(read_language(source, self.episodes or None), _cameras(source))
         _show(report, self.json, self.html, report.to_html)
@@ -178,6 +183,6 @@ def _pictures(source: Source) -> Picture:
 
 def _show(report: Report, as_json: bool, html: Path | None, make_page: Any) -> None:
     if html is not None:
-        html.write_text(make_page(), encoding="utf-8")
+        write_atomic(html, make_page().encode())
         print(f"wrote {html}", file=sys.stderr)
     print(json.dumps(report.to_json(), ensure_ascii=False, indent=2) if as_json else report.to_text())

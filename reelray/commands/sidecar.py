@@ -13,7 +13,7 @@ import tyro
 from ingest import settings
 from ingest.engine.indexing import IndexedSource, log_progress
 from ingest.errors import ObjectNotFoundError, SettingsError, SidecarError
-from reelray.commands.common import Flat, PlaceArguments, human_bytes, print_facts, print_json, progress_bar
+from reelray.commands.common import Flat, PlaceArguments, check_outputs, human_bytes, print_facts, print_json, progress_bar
 
 if TYPE_CHECKING:
     from ingest.video.sidecar.build import BuildProgress, BuildReport, Progress
@@ -107,6 +107,7 @@ class SidecarBuild:
                 raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
         if not self.cluster and (self.tasks is not None or self.address is not None):
             raise SettingsError("tasks and address have no meaning without --cluster")
+        check_outputs(output=self.output)
         opened = self.about.open(self.src)
         if self.push:
             _publisher(opened, complete=self.episodes is None).check_access()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -49,9 +51,33 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_device_or_pipe_is_never_replaced_by_a_file(run: Run, root: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for words in (
+        ("plan", root, "--order"),
+        ("plan", root, "--html"),
+        ("stream", root, "--engine", "local", "--cursor-out"),
+        ("sidecar", "build", root, "--output"),
+        ("recipe", "check", "subtask", "--html"),
+        ("episode", "export", root, "0"),
+    ):
+        refused(run(*words, pipe), r"SettingsError: \w+: \S+ is a device or pipe; name a file")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    refused(run("plan", root, "--order", "/"), "SettingsError: order: / is a directory")
+    twice = ["--order", tmp_path / "o", "--cursor-out", tmp_path / "below" / ".." / "o"]
+    refused(run("plan", root, *twice), "SettingsError: order and cursor_out are the same file")
+
+
+def test_pages_that_cannot_be_written_are_refused_before_the_work(run: Run, tmp_path: Path) -> None:
+    for words in (("recipe", "coverage", tmp_path, "--recipe", "subtask"), ("prefeature", "validate", tmp_path)):
+        refused(run(*words, "--html", tmp_path), "SettingsError: html: .* is a directory")
+
+
 def test_a_plan_that_fails_writes_nothing(run: Run, root: Path, tmp_path: Path) -> None:
     outputs = ["--order", tmp_path / "o", "--cursor-out", tmp_path / "c", "--html", tmp_path / "h"]
     refused(run("plan", root, "--bandwidth-mbps", "0", *outputs), "SettingsError: bandwidth_mbps must be positive")
+    refused(run("plan", root, "--byte-budget-gb", "1e300", *outputs), "SettingsError: byte_budget_gb must be positive")
     refused(run("plan", root, "--byte-budget-gb", "1e-7", *outputs), r"BudgetError: Episode \d+ .* requires \d+ bytes")
     refused(run("plan", root, "--html", tmp_path), "SettingsError: html: .* is a directory")
     assert files(tmp_path) == []

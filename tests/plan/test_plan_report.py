@@ -57,6 +57,14 @@ def test_mixing_measures_on_known_orders() -> None:
     assert mixing_of(random[:0], random[:0], 16, place=random[:0], total=0).samples == 0
 
 
+@pytest.mark.parametrize("tail", ["drop_tail", "loop", "pad"])
+def test_an_order_is_measured_whatever_becomes_of_its_tail(tail: str) -> None:
+    units = Units.from_lengths([97, 3, 40, 1])
+    for topology in ((1, 0, 7), (1, 2, 9), (2, 0, 16), (1, 0, 1000)):
+        measured = measure_mixing(planned(units, "sequential", topology, tail=tail).rank(0))
+        assert 0 <= measured.uniform_distance <= 1
+
+
 def test_reservoir_and_lanes_mix_better_than_the_pool_at_equal_decoded_frames() -> None:
     rng = np.random.default_rng(6)
     counts = rng.integers(150, 380, 55)

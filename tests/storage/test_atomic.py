@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -50,3 +51,12 @@ def test_a_file_that_finds_no_room_is_named_and_leaves_the_old_one(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["order.parquet"]
     assert place.read_bytes() == b"old"
+
+
+def test_a_file_may_be_read_by_whom_the_umask_lets_in(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        atomic.write_atomic(tmp_path / "order.parquet", b"new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "order.parquet").stat().st_mode & 0o777 == 0o640
