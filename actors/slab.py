@@ -159,8 +159,7 @@ class FrameSlab:
                 raise StreamClosedError("the frame slab was closed while a lost decode call was to be sent again")
             self._slots = _Slots(self._file.resized(self.slots + count), self.slot_bytes)
             self.slots += count
-        self._allocator.grow(count)
-        return self.reserve(count)
+            return self._allocator.grow(count)
 
     def close(self) -> None:
         self._allocator.close()

@@ -119,6 +119,7 @@ class Producer:
         self._ready: queue.Queue[Ready | BaseException] = queue.Queue(maxsize=config.prefetch_batches)
         self._stop = threading.Event()
         self._started = threading.Event()
+        self._failed = False
         self._backend = production.backend(production.counters)
         self._assembler = BatchAssembler(
             production.description.job.spec,
@@ -152,8 +153,13 @@ class Producer:
         }
 
     def await_start(self, timeout_s: float) -> bool:
-        """Waits until plan and memory are ready; whether they are."""
-        return self._started.wait(timeout_s)
+        """Waits until plan and memory are ready, or cannot be; whether they are."""
+        return self._started.wait(timeout_s) and not self._failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether production ended with an error: `take` raises it behind the batches that were ready, and nothing comes after it."""
+        return self._failed
 
     def resume(self) -> None:
         """Ends the pause that this was made with."""
@@ -167,6 +173,7 @@ class Producer:
 
         Raises:
             IngestStalledError: nothing came for half as long again as the steps behind it may take.
+            Exception: what ended production.
         """
         stall_s = self._config.stall_s * 1.5
         try:
@@ -202,10 +209,10 @@ class Producer:
                         return
                 scheduler = following or self._schedule(after)
                 stretch = after
-        except StreamClosedError as error:
-            if not self._stop.is_set():
-                self._put(error)
         except BaseException as error:
+            # After a close there is nobody to tell.
+            self._failed = True
+            self._started.set()
             self._put(error)
 
     def _schedule(self, stretch: Stretch) -> BatchScheduler:
@@ -242,6 +249,9 @@ class Producer:
         )
         self._stores = scheduler.stores
         self._schedulers.append(scheduler)
+        if self._stop.is_set():
+            # Whoever closes this may have looked before it was there.
+            self._give_up()
         return scheduler
 
     def _deliver(self, stretch: Stretch, scheduler: BatchScheduler, *, last: bool) -> tuple[Stretch, BatchScheduler | None]:
@@ -328,14 +338,25 @@ class Producer:
         """Stops the thread and frees slots, threads and calls."""
         self._metrics.close()
         self._stop.set()
-        if self._stores is not None:
-            self._stores.close()
+        self._give_up()
         self._thread.join(timeout=10)
-        self._drop_all()
-        self._backend.close()
+        # A loop that goes on nevertheless must not take what was ready for the position before.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
         # Whoever waits in another thread would wait for its whole time otherwise.
         with contextlib.suppress(queue.Full):
             self._ready.put_nowait(StreamClosedError("the stream was closed while a batch was waited for"))
+        self._drop_all()
+        self._backend.close()
+
+    def _give_up(self) -> None:
+        """Wakes all who wait for memory or units."""
+        stores = self._stores
+        if stores is not None:
+            stores.close()
+        for scheduler in list(self._schedulers):
+            scheduler.give_up()
 
 
 def _say_dataset(error: DamagedDataError, location: str) -> None:

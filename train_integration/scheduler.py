@@ -432,14 +432,18 @@ class BatchScheduler:
                         run.future.result(self._budgets.stall_s)
                     self._whole.release(run.slots)
 
-    def close(self) -> None:
-        """Stops the feeder. The slots are closed by their owner, before this where the feeder may wait for them."""
+    def give_up(self) -> None:
+        """Wakes whoever waits for a unit or for room, with `StreamClosedError`, and waits for nobody. May be called from any thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._credits.close()
         if self.stores.batches is not None:
             self.stores.batches.open.wake()
+
+    def close(self) -> None:
+        """Stops the feeder. The slots are closed by their owner, before this where the feeder may wait for them."""
+        self.give_up()
         self._thread.join(timeout=30)
         if self._direct is not None:
             self._direct.close()

@@ -222,6 +222,9 @@ class SampleStream:
         if limit is not None and self._epochs_done >= limit:
             return
         start = perf_counter()
+        if self._producer is not None and self._producer.failed:
+            # Nothing comes from it any more: another one begins behind the last batch, and may meet the same error.
+            self.close()
         if self._producer is None:
             self._producer = Producer(self._production(), self._stretch_now(), self._epochs_done)
         producer = self._producer

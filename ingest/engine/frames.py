@@ -101,12 +101,13 @@ class SlotAllocator:
             self._free.extend(int(slot) for slot in slots)
             self._changed.notify_all()
 
-    def grow(self, count: int) -> None:
-        """Adds ``count`` new slots behind the present ones."""
+    def grow(self, count: int) -> NDArray[np.int32]:
+        """Adds new slots behind the present ones and takes them: whoever waits for slots does not get them."""
         with self._changed:
-            self._free[:0] = range(self._slots + count - 1, self._slots - 1, -1)
+            fresh = np.arange(self._slots, self._slots + count, dtype=np.int32)
             self._slots += count
-            self._changed.notify_all()
+            self.peak_used = max(self.peak_used, self._slots - len(self._free))
+        return fresh
 
     def close(self) -> None:
         """See `FrameStore.close`."""

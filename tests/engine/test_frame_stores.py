@@ -119,3 +119,23 @@ def test_the_memory_of_an_object_goes_with_the_last_slot_of_its_call() -> None:
     store.land(late, np.zeros((1, 4), np.uint8))  # its call was under way when the stream was closed
     with pytest.raises(ValueError, match="2 pictures of 8 bytes arrived for 1 slots"):
         store.land(late, np.zeros((2, 4), np.uint8))
+
+
+def test_slots_for_a_lost_call_are_not_taken_by_who_waits() -> None:
+    slab = FrameSlab(8, 2)
+    lost = slab.reserve(2)
+
+    def wait() -> None:
+        with pytest.raises(StreamClosedError):
+            slab.reserve(1)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    for number in range(1, 20):
+        lost = slab.replace_lost(lost)
+        assert lost.tolist() == [2 * number, 2 * number + 1]
+        assert slab.free == 0
+        assert slab.peak_used == slab.slots == 2 * number + 2
+    assert waiter.is_alive()
+    slab.close()
+    waiter.join(5)

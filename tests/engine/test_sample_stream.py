@@ -13,7 +13,7 @@ import pytest
 
 from ingest.engine import ReadOptions
 from ingest.engine.frames import HeapFrames
-from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError
+from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError, StreamClosedError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings, plan_epoch
 from train_integration.decoding import InlineDecoding
@@ -354,6 +354,76 @@ def test_a_feed_that_never_answers_is_reported(small: Path) -> None:
     with pytest.raises(IngestStalledError, match="has not arrived"):
         next(iter(stream))
     release.set()
+    stream.close()
+
+
+def test_closing_wakes_a_loop_that_waits_for_a_unit(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=2)
+    asked, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def units(self, wanted: Any, counters: Any, credits: Any) -> Iterator[Any]:
+            asked.set()
+            release.wait(20)
+            yield from ()
+
+    stream = SampleStream(
+        description, 0, 1, Slow(), lambda counters: InlineDecoding(1, "here", counters), decoded_bytes=64 << 20, output="numpy"
+    )
+    woken: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            next(iter(stream))
+        except StreamClosedError as error:
+            woken.append(error)
+
+    waiting, closing = threading.Thread(target=loop), threading.Thread(target=stream.close)
+    waiting.start()
+    asked.wait(20)
+    closing.start()
+    waiting.join(5)
+    assert woken, "the loop is told at once, also where reading takes long to end"
+    release.set()
+    closing.join(20)
+
+
+def test_a_loop_that_goes_on_after_a_jump_gets_nothing_from_before_it(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=2)
+    with open_rank(description, 0, 1) as stream:
+        batches = iter(stream)
+        next(batches)
+        producer = stream._producer
+        assert producer is not None
+        while producer.held()["ready_batches"] < description.config.prefetch_batches:
+            time.sleep(0.001)
+        stream.set_epoch(0)
+        with pytest.raises(StreamClosedError):
+            next(batches)
+        assert stream.step == 0
+        assert len(list(stream)) == -(-int(description.units.frames.sum()) // 2)
+
+
+def test_an_error_is_raised_again_by_every_iteration(damaged: tuple[Path, int, int]) -> None:
+    root, episode, _ = damaged
+    description, _ = config(root, strategy="sequential", batch_size=4, stall_s=5)
+    with open_rank(description, 0, 1) as stream:
+        steps: list[int] = []
+        for _ in range(3):
+            with pytest.raises(DecodeError, match=f"episode {episode}"):  # noqa: PT012 - what came before it counts
+                for _ in stream:
+                    steps.append(stream.step)
+        assert steps == list(range(1, stream.step + 1)), "each goes on behind the last batch"
+
+
+def test_preparing_what_cannot_be_held_is_not_waited_for(small: Path) -> None:
+    description, _ = config(small, strategy="lanes", batch_size=2)
+    stream = open_rank(description, 0, 1, decoded=1)
+    start = time.monotonic()
+    assert not stream.prepare(20)
+    assert time.monotonic() - start < 10
+    with pytest.raises(BudgetError):
+        next(iter(stream))
     stream.close()
 
 
