@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has seen enough, as in `reelray inspect SRC | head`; nothing more can be flushed to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ReelrayError, OSError) as error:
+    except (ReelrayError, OSError, MemoryError) as error:
         print(f"reelray {name}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

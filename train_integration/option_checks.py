@@ -19,7 +19,8 @@ def require_positive(values: Mapping[str, float | None], prefix: str = "") -> No
         SettingsError: names the option and the value.
     """
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
+        # What is given in GiB must be finite in bytes.
+        if value is not None and not 0 < value * 2**30 < math.inf:
             raise SettingsError(f"{prefix}{name} must be positive, found {value}")
 
 

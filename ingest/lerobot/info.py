@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -278,7 +277,7 @@ class _Parser:
 
     def _fps(self) -> float:
         fps = self.fields.get("fps")
-        if isinstance(fps, bool) or not isinstance(fps, int | float) or not math.isfinite(fps) or not 0 < fps <= 1e6:
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 1e6:
             raise self._bad("fps", fps, "a positive number of frames per second")
         return float(fps)
 

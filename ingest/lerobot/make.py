@@ -102,12 +102,22 @@ class MakeOptions:
         height, width = self.size
         if height < HEIGHT + CELL or width < WIDTH or height % 2 or width % 2:
             raise SettingsError(f"size is {height}x{width} (height x width), expected even numbers of at least 32x64")
-        if not 0 < self.fps <= 1000:
-            raise SettingsError(f"fps is {self.fps}, expected a number above 0 and up to 1000")
+        if not 0.001 <= self.fps <= 1000:
+            raise SettingsError(f"fps is {self.fps}, expected a number from 0.001 to 1000")
         if not self.tasks or not all(self.tasks):
             raise SettingsError("tasks is empty, expected at least one task text")
         if self.seed < 0:
             raise SettingsError(f"seed is {self.seed}, expected 0 or more")
+        if self.storage == "video":
+            self.encoding()
+
+    def encoding(self) -> Encoding:
+        """How the pictures are encoded.
+
+        Raises:
+            SettingsError: a codec that is unknown, that cannot be written here, or that has no B-frames.
+        """
+        return Encoding(self.codec, *self.size, Fraction(self.fps).limit_denominator(1001), self.gop, self.bframes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +267,7 @@ def _pictures(plan: _Plan) -> int:
 
 def _write_videos(plan: _Plan, progress: Progress | None) -> None:
     options = plan.options
-    encoding = Encoding(options.codec, *options.size, plan.fps, options.gop, options.bframes)
+    encoding = options.encoding()
     done, total = 0, _pictures(plan)
     for camera, key in enumerate(plan.cameras):
         for number, group in enumerate(_spread(options.episodes, options.video_files, camera)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class TransferOptions:
     def __post_init__(self) -> None:
         for name in ("connections", "subranges", "cache_gb"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value * 2**30 < math.inf:
                 raise SettingsError(f"{_SPELLED[name]} must be positive, found {value}")
         if self.cache_dir is not None and self.cache_gb is None:
             raise SettingsError("payload_cache_dir has no meaning without payload_cache_gb: say how much may be kept there")

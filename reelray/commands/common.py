@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ingest.engine.dataset import Dataset
     from ingest.engine.indexing import IndexOptions
     from ingest.language.stage import RenderStage
+    from ingest.plan import Cursor
     from ingest.storage.base import Store
     from ingest.storage.locations import Location
     from ingest.video.sidecar.build import BuildProgress
@@ -41,6 +43,7 @@ Share = Literal["episodes", "frame_exact", "cost"]
 RecipePolicy = Literal["error", "fallback", "drop"]
 
 _EPISODES_SHOWN = 20
+_LOG = logging.getLogger("reelray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +252,7 @@ class OrderArguments:
     batch_size: int = 8
     """Samples of a batch."""
     epoch: int = 0
-    """Epoch number."""
+    """Epoch number; with a cursor, the epoch is the cursor's."""
     seed: int | None = DEFAULT_STREAMING_SEED
     """Order seed; None is the fixed streaming seed 42."""
     strategy: Strategy = "remaining"
@@ -298,6 +301,22 @@ class OrderArguments:
             shuffle=self.shuffle,
             clamp_workers=True,
         )
+
+
+def cursor_of(path: Path | None, epoch: int) -> Cursor | None:
+    """The position in a cursor file, if there is one; says so where another epoch was asked for beside it.
+
+    Raises:
+        CursorError: the file cannot be read or is no cursor.
+    """
+    from train_integration.delivery import read_cursor
+
+    if path is None:
+        return None
+    cursor = read_cursor(path)
+    if epoch not in (0, cursor.epoch):
+        _LOG.warning("epoch %d has no effect: the cursor stands in epoch %d", epoch, cursor.epoch)
+    return cursor
 
 
 def check_outputs(**paths: Path | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ingest.errors import DatasetError, StorageError
+from ingest.errors import DatasetError, StorageError, UnsafeInputError
 from ingest.lerobot.doctor import audit
 from ingest.lerobot.findings import AuditReport
 from ingest.lerobot.windows import DEFAULT_TOLERANCE_S
 from ingest.storage.base import Store
 from ingest.video.index import ProbingIndex
 from reelray.commands.common import Flat, PlaceArguments, Source, progress_bar
+from train_integration.option_checks import require_non_negative
 
 
 def with_annotations(report: AuditReport, store: Store, *, allow_unknown_version: bool) -> AuditReport:
@@ -18,9 +19,11 @@ def with_annotations(report: AuditReport, store: Store, *, allow_unknown_version
     from ingest.language.audit import audit_source
     from ingest.lerobot.source import open_source
 
+    if any(finding.code == "info_unreadable" for finding in report.findings):
+        return report
     try:
         found = audit_source(open_source(store, allow_unknown_version=allow_unknown_version))
-    except (DatasetError, StorageError):
+    except (DatasetError, UnsafeInputError, StorageError):
         # The report says why.
         return report
     return replace(
@@ -46,6 +49,7 @@ class Doctor:
 
     def run(self) -> int:
         """Prints the findings."""
+        require_non_negative({"limit": self.limit or 0, "tolerance_s": self.tolerance_s})
         store = self.place.store(self.src)
         with progress_bar(None, " files", "checking") as bar:
 

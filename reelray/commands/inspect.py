@@ -13,6 +13,7 @@ from ingest.lerobot.source import open_source
 from ingest.video.index import ProbingIndex
 from ingest.video.spans import gop_starts
 from reelray.commands.common import Flat, PlaceArguments, Source, human_bytes, print_facts, print_json, print_table, progress_bar
+from train_integration.option_checks import require_non_negative
 
 _TASKS_SHOWN = 20
 _WARNINGS_SHOWN = 20
@@ -32,6 +33,7 @@ class Inspect:
 
     def run(self) -> int:
         """Prints the description."""
+        require_non_negative({"files": self.files or 0})
         source = open_source(self.place.store(self.src), allow_unknown_version=self.place.allow_unknown_version)
         cameras = [_camera(source, camera, self.files) for camera in source.cameras]
         described = describe(source) | {"cameras": cameras, "warnings": [str(warning) for warning in source.warnings]}

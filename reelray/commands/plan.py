@@ -18,6 +18,7 @@ from reelray.commands.common import (
     RecipeArguments,
     Source,
     check_outputs,
+    cursor_of,
     human_bytes,
     language_report,
     print_facts,
@@ -67,7 +68,7 @@ class Plan:
 
     def run(self) -> int:
         """Plans and reports."""
-        from train_integration.delivery import read_cursor, write_cursor
+        from train_integration.delivery import write_cursor
         from train_integration.ledger import write_order
         from train_integration.mixtures import open_described
         from train_integration.options import StreamConfig
@@ -86,7 +87,7 @@ class Plan:
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
         )
         description, dataset = open_described(self.src, config, **self.read.keywords())
-        cursor = None if self.cursor_in is None else read_cursor(self.cursor_in)
+        cursor = cursor_of(self.cursor_in, order.epoch)
         plan = plan_epoch(description.units, description.with_topology(world_size=order.ranks), cursor, epoch=order.epoch)
         report = report_plan(plan, peaks=self.peaks)
         runs: list[RankRun] = []

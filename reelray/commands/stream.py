@@ -16,6 +16,7 @@ from reelray.commands.common import (
     RecipeArguments,
     Source,
     check_outputs,
+    cursor_of,
     language_report,
     print_facts,
     print_json,
@@ -77,7 +78,7 @@ class Stream:
 
     def run(self) -> int:
         """Delivers and reports."""
-        from train_integration.delivery import deliver_locally, deliver_through_ray, read_cursor, write_cursor
+        from train_integration.delivery import deliver_locally, deliver_through_ray, write_cursor
         from train_integration.ledger import write_order
 
         require_positive({"decode_actors": self.decode_actors})
@@ -101,7 +102,7 @@ class Stream:
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
         )
         description, dataset = open_described(self.src, config, **self.read.keywords())
-        cursor = read_cursor(self.cursor_in) if self.cursor_in is not None else None
+        cursor = cursor_of(self.cursor_in, order.epoch)
         settings = description.with_topology(world_size=order.ranks)
         if self.engine == "local" or order.dp_rank is not None:
             plan = plan_epoch(description.units, settings, cursor, epoch=order.epoch)

@@ -80,7 +80,7 @@ def test_cursor_files_stay_small_however_often_the_topology_changes(root: Path, 
     assert all(after - before <= 80 for before, after in pairwise(sizes))
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300"])
 @pytest.mark.parametrize("option", ["--byte-budget-gb", "--decoded-budget-gb"])
 def test_budgets_that_are_none(root: Path, capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
     assert main(["stream", str(root), "--engine", "local", option, value]) == 1

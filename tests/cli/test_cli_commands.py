@@ -116,6 +116,20 @@ def test_doctor(run: Run, root: Path, tmp_path: Path) -> None:
     assert len([line for line in out.splitlines() if line.startswith("error")]) == 1
 
 
+def test_doctor_reports_what_nothing_can_open(run: Run, root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "unsafe"
+    shutil.copytree(root, target)
+    info = json.loads((target / "meta/info.json").read_text())
+    for changes in (
+        {"video_path": "../{video_key}.mp4"},
+        {"features": info["features"] | {"../up": {"dtype": "video", "shape": [32, 64, 3]}}},
+    ):
+        (target / "meta/info.json").write_text(json.dumps(info | changes))
+        status, out, _ = run("doctor", target, "--json")
+        assert status == 1
+        assert [finding["code"] for finding in json.loads(out)["findings"]] == ["info_unreadable"]
+
+
 def test_doctor_on_other_versions(run: Run, root: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(root, old)

@@ -74,6 +74,32 @@ def test_pages_that_cannot_be_written_are_refused_before_the_work(run: Run, tmp_
         refused(run(*words, "--html", tmp_path), "SettingsError: html: .* is a directory")
 
 
+def test_a_dataset_that_cannot_be_made_leaves_no_folder(run: Run, tmp_path: Path) -> None:
+    for options, match in (
+        (["--codec", "foo"], "SettingsError: codec 'foo' is unknown"),
+        (["--codec", "vp9", "--bframes", "2"], "SettingsError: bframes is 2, but vp9 has no B-frames"),
+        (["--fps", "0.0001"], "SettingsError: fps is 0.0001"),
+        (["--episodes", 10**15], "MemoryError: "),
+    ):
+        refused(run("make-dataset", tmp_path / "ds", *options), match)
+        assert not (tmp_path / "ds").exists()
+
+
+def test_numbers_that_mean_nothing_are_refused(run: Run, root: Path) -> None:
+    refused(run("inspect", root, "--files", "-1"), "SettingsError: files must be non-negative, found -1")
+    refused(run("doctor", root, "--limit", "-1"), "SettingsError: limit must be non-negative, found -1")
+    refused(run("doctor", root, "--tolerance-s", "nan"), "SettingsError: tolerance_s must be non-negative, found nan")
+
+
+def test_a_cursor_says_that_it_stands_in_another_epoch(run: Run, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cursor = tmp_path / "c"
+    assert run("plan", root, "--epoch", "2", "--max-steps", "1", "--cursor-out", cursor)[0] == 0
+    assert run("plan", root, "--epoch", "2", "--cursor-in", cursor)[0] == 0
+    assert not caplog.records
+    assert run("stream", root, "--engine", "local", "--epoch", "5", "--cursor-in", cursor)[0] == 0
+    assert "epoch 5 has no effect: the cursor stands in epoch 2" in caplog.text
+
+
 def test_a_plan_that_fails_writes_nothing(run: Run, root: Path, tmp_path: Path) -> None:
     outputs = ["--order", tmp_path / "o", "--cursor-out", tmp_path / "c", "--html", tmp_path / "h"]
     refused(run("plan", root, "--bandwidth-mbps", "0", *outputs), "SettingsError: bandwidth_mbps must be positive")
