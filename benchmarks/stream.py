@@ -30,6 +30,7 @@ from train_integration.benchmarking import run_bench
 from train_integration.cluster import ray_session
 from train_integration.options import StreamConfig, describe_stream, open_stream
 from train_integration.process_usage import machine
+from train_integration.unit_sizes import LONGEST_UNIT, that_fits
 
 RANKS, BATCH, ACTORS = 2, 16, 2
 
@@ -46,7 +47,6 @@ class Case:
     place: str | None = None
     strategy: str = "lanes"
     window: int = 1
-    group: int = 1
     budgets: int = 4
 
 
@@ -55,14 +55,14 @@ def cases(quick: bool) -> Iterator[Case]:
     episodes, frames = (8, "100:100") if quick else (64, "250:250")
     for gop in (2, 30, 250):
         made = MakeOptions(episodes=episodes, frames=frames, cameras=2, size=(480, 640), gop=gop, video_files=2, pattern="noise")
-        yield Case(f"h264_g{gop}_640x480", made, group=gop, budgets=8 if gop == 250 else 6)
+        yield Case(f"h264_g{gop}_640x480", made, budgets=8 if gop == 250 else 6)
         if gop == 30:
-            yield Case("h264_g30_640x480_one_encode", replace(made, encode="file"), group=gop, budgets=8)
-            yield Case("h264_g30_640x480_window4", made, window=4, group=gop, budgets=8)
+            yield Case("h264_g30_640x480_one_encode", replace(made, encode="file"), budgets=8)
+            yield Case("h264_g30_640x480_window4", made, window=4, budgets=8)
             # Every picture takes its whole group with it in this order: a quarter of the set says as much.
-            yield Case("h264_g30_640x480_remaining", replace(made, episodes=episodes // 4), strategy="remaining", group=gop)
-            yield Case("h264_g30_640x480_barcode", replace(made, pattern="barcode"), group=gop, budgets=8)
-            yield Case("h264_g30_320x240", replace(made, size=(240, 320), episodes=2 * episodes), group=gop, budgets=8)
+            yield Case("h264_g30_640x480_remaining", replace(made, episodes=episodes // 4), strategy="remaining")
+            yield Case("h264_g30_640x480_barcode", replace(made, pattern="barcode"), budgets=8)
+            yield Case("h264_g30_320x240", replace(made, size=(240, 320), episodes=2 * episodes), budgets=8)
 
 
 def measure(case: Case, source: str, rounds: int, decode: Any) -> dict[str, Any]:
@@ -78,13 +78,9 @@ def measure(case: Case, source: str, rounds: int, decode: Any) -> dict[str, Any]
     picture = sum(int(np.prod(dataset.spec.features[camera].picture_shape)) for camera in dataset.spec.cameras)
     decoded = picture * dataset.num_frames
     budget = decoded / case.budgets / RANKS
-    # Units are as long, and lanes as many, as fit the budget when each lane holds one unit and a few batches are under way.
-    held = int(budget / picture) - BATCH * (config.prefetch_batches + 1)
-    lane_frames = max(case.group, held // BATCH - case.window)
-    lanes = max(1, min(BATCH, held // (lane_frames + case.window)))
-    plan = replace(config.plan, lanes=lanes if case.strategy == "lanes" else None)
-    config = replace(config, plan=plan, lane_frames=lane_frames, decoded_budget_gb=budget / 2**30)
-    description = describe_stream(dataset, config)
+    config = replace(config, lane_frames=LONGEST_UNIT, decoded_budget_gb=budget / 2**30)
+    description = that_fits(dataset, describe_stream(dataset, config), world_size=RANKS, decoded_bytes=int(budget))
+    plan = description.config.plan
     pool = PoolSettings(actors=ACTORS) if decode == "pool" else None
     report = run_bench(dataset, description, world_size=RANKS, pool=pool, rounds=rounds, oracle=False)
     stream = report.stream
@@ -99,8 +95,8 @@ def measure(case: Case, source: str, rounds: int, decode: Any) -> dict[str, Any]
         "decode": decode,
         "decoded_gb": round(decoded / 2**30, 2),
         "decoded_budget_gb_per_rank": round(budget / 2**30, 3),
-        "lanes": lanes,
-        "lane_frames": lane_frames,
+        "lanes": plan.lane_count(BATCH),
+        "longest_unit_frames": int(description.units.frames.max()),
         **rounded(report.to_json()),
     }
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 from ingest.errors import SettingsError
 from reelray.commands.common import Flat, OrderArguments, ReadArguments, Source, print_json, print_table
-from train_integration.options import StreamConfig, open_stream
+from train_integration.options import StreamConfig, StreamDescription, decoded_budget_bytes, open_stream
+from train_integration.unit_sizes import LONGEST_UNIT, that_fits
 
 _SHOWN = (
     "samples_per_s",
@@ -36,7 +37,9 @@ class Bench:
 
     src: Source
     """Location of the dataset."""
-    order_options: Flat[OrderArguments] = field(default_factory=lambda: OrderArguments(strategy="lanes", batch_size=16, world_size=2))
+    order_options: Flat[OrderArguments] = field(
+        default_factory=lambda: OrderArguments(strategy="lanes", batch_size=16, world_size=2, lane_frames=LONGEST_UNIT)
+    )
     read: Flat[ReadArguments] = field(default_factory=ReadArguments)
     max_steps: int | None = None
     """Batches per rank, at most; the whole epoch when unset."""
@@ -56,6 +59,8 @@ class Bench:
     """GiB of decoded pictures per rank; a share of the node's memory when unset."""
     prefetch_batches: int = 4
     """Finished batches kept ahead."""
+    fit: bool = True
+    """Shorten units (--lane-frames is the most), and take fewer lanes, until the decoded budget holds every unit whole."""
     profile: bool = False
     """Say where time goes: CPU by kind of process, seconds by stage, and the engine's functions."""
     address: str | None = None
@@ -89,6 +94,10 @@ class Bench:
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
         )
         description, dataset = open_stream(self.src, config, **self.read.keywords())
+        if self.fit:
+            budget = decoded_budget_bytes(config, order.ranks)
+            description = that_fits(dataset, description, world_size=order.ranks, decoded_bytes=budget)
+        units = units_of(description, order.strategy)
         with ray_session(cpus=order.ranks + (self.decode_actors or 2), address=self.address):
             report: BenchReport = run_bench(
                 dataset,
@@ -101,11 +110,13 @@ class Bench:
                 profile=self.profile,
             )
         if self.json:
-            print_json({"dataset": self.src, "strategy": order.strategy, "world_size": order.ranks} | report.to_json())
+            print_json({"dataset": self.src, "strategy": order.strategy, "world_size": order.ranks} | units | report.to_json())
             return 0
         ceiling = report.ceiling
         print(report.machine)
         print(f"order {order.strategy}, {order.ranks} ranks, batches of {order.batch_size}, {self.rounds} rounds")
+        if units:
+            print(f"{units['lanes']} lanes of units of up to {units['longest_unit_frames']} frames")
         print(
             f"ceiling: {report.ceiling_camera_frames_per_s:,.0f} camera frames/s with {ceiling.processes} processes, "
             f"{report.ceiling_camera_frames_per_cpu_s:,.0f} per CPU second\n"
@@ -121,3 +132,11 @@ class Bench:
             print_table([(name, value) for name, value in report.stream.counters.items() if value])
             print(f"\nfunctions of the single-process engine\n{report.profile}")
         return 0
+
+
+def units_of(description: StreamDescription, strategy: str) -> dict[str, int]:
+    """What was chosen for an order that has lanes."""
+    if strategy not in {"lanes", "reservoir"}:
+        return {}
+    plan = description.config.plan
+    return {"lanes": plan.lane_count(plan.batch_size), "longest_unit_frames": int(description.units.frames.max())}
