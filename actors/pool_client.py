@@ -19,11 +19,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from actors.stream_metrics import PoolLoad
 from ingest.engine.counters import Counters
 from ingest.errors import PoisonedWorkError, ResourceUnavailableError, StreamClosedError
+
+_LOST = (RayActorError, ObjectLostError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+"""What Ray raises for a call whose actor, or whose answer, is gone: the node died, or Ray ended the actor to save memory."""
 
 _QUEUED_PER_ACTOR = 2
 """Calls on their way to one actor: one that runs and one that waits, so that it never idles between two."""
@@ -142,6 +145,17 @@ class DecodePoolClient:
             self._ended = unexpected
         for future in list(self._open):
             self._fail(future, self._ended)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of every call: calls refer to who made them, so they would keep their pictures until the garbage collector comes."""
+        self._waiting.clear()
+        self._timers.clear()
+        for member in self._members:
+            member.running.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._events.get_nowait()
 
     @staticmethod
     def _fail(future: Future[Any], error: Exception) -> None:
@@ -187,14 +201,18 @@ class DecodePoolClient:
             self._watch(member.handle.decode.remote(call.request), lambda answer, m=member, c=call: self._finished(m, c, answer))
 
     def _watch(self, ref: ray.ObjectRef[Any], then: Callable[[Future[Any]], None]) -> None:
-        ref.future().add_done_callback(lambda answer: self._events.put(lambda: then(answer)))
+        def come(answer: Future[Any]) -> None:
+            if self._ended is None:
+                self._events.put(lambda: then(answer))
+
+        ref.future().add_done_callback(come)
 
     def _finished(self, member: _Member, call: _Call, answer: Future[Any]) -> None:
         member.running.remove(call)
         member.alone = False
         error = answer.exception()
         cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
-        if isinstance(cause, RayActorError):  # the actor, or the one on another node that it stands for
+        if isinstance(cause, _LOST):  # the actor, or the one on another node that it stands for
             self._lost(member, call)
             return
         member.answered_at = time.monotonic()

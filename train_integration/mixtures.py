@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ingest.datasource import ReadJob
 from ingest.engine.assemble import BatchAssembler, Sample, Transform
+from ingest.engine.checks import refuse_transform_of_planes
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset, open_dataset, planned_batches
@@ -251,6 +252,7 @@ def open_mixture(members: Sequence[Member], config: StreamConfig) -> tuple[Strea
         raise SettingsError(f"{len(weights)} weights for {len(members)} datasets")
     datasets = tuple(_opened(member, config) for member in members)
     spec = common_spec(members, datasets, config.read)
+    refuse_transform_of_planes(spec, config.image_transforms)
     digest = hashlib.blake2b(digest_size=16)
     for member, dataset in zip(members, datasets, strict=True):
         digest.update(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ingest.engine.pictures import PictureForm, check_shape
 from ingest.engine.spec import SampleSpec
-from ingest.errors import DamagedDataError, ObjectNotFoundError, RowsError, TimeDriftError, VideoFormatError
+from ingest.errors import DamagedDataError, ObjectNotFoundError, RowsError, SettingsError, TimeDriftError, VideoFormatError
 from ingest.lerobot.audit_videos import find_drift
 from ingest.lerobot.relocate import verify_data_files
 from ingest.lerobot.source import Source
@@ -111,3 +111,17 @@ def first_of(damaged: Mapping[int, DamagedDataError]) -> DamagedDataError:
     if others:
         first.args = ("; also ".join([str(first), *others]) + more, *first.args[1:])
     return first
+
+
+def refuse_transform_of_planes(spec: SampleSpec, transform: object) -> None:
+    """Refuses picture transforms where cameras deliver no RGB for them to work on.
+
+    Raises:
+        SettingsError: naming the cameras.
+    """
+    cameras = [camera for camera in spec.cameras if not spec.features[camera].is_depth]
+    if transform is not None and cameras and spec.options.pixel_format != "rgb24":
+        raise SettingsError(
+            f"image_transforms work on RGB, and pixel_format {spec.options.pixel_format!r} delivers none of {', '.join(cameras)}: "
+            "use rgb24, or transform on the device"
+        )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.engine.assemble import BatchAssembler, PlannedSamples, Sample, Transform
-from ingest.engine.checks import check_selection, first_of
+from ingest.engine.checks import check_selection, first_of, refuse_transform_of_planes
 from ingest.engine.counters import Counters
 from ingest.engine.damage import DamagePolicy, DamageReport
 from ingest.engine.decoded import DECODED_CACHE_BYTES, DecodedUnits
@@ -359,6 +359,7 @@ def open_dataset(
         _LOG.warning("%s: %s", store.url, warning)
     options = options or ReadOptions(**read_options)
     spec = SampleSpec.resolve(opened.info, options if stage is None else rendering_options(options, opened.info))
+    refuse_transform_of_planes(spec, image_transforms)
     if stage is not None:
         check_anchor(spec)
     selection = select_episodes(opened, episodes, exclude_episodes)

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from rich_dataset import DEPTH, LinearPictures, depth_of
+from rich_dataset import DEPTH, PICTURE, LinearPictures, depth_of
 
 from ingest.engine.dataset import open_dataset
 from ingest.engine.depth import depth_table
+from ingest.engine.spec import ReadOptions
 from ingest.errors import DamagedDataError, MetadataError, SettingsError
 from ingest.lerobot.info import Feature
+from train_integration.mixtures import Member, open_mixture
+from train_integration.options import StreamConfig, open_stream
 from train_integration.pixels import Colour, camera_colour, planes_to_rgb
+from train_integration.transforms import SeededTransform
 
 CAMERA = "observation.images.cam0"
 
@@ -113,11 +117,30 @@ def test_a_range_that_is_none_is_refused(details: dict[str, object]) -> None:
         {"depth_output_unit": "feet"},
         {"pixel_format": "yuv420p", "image_size": (15, 20)},
         {"image_size": (0, 20)},
+        {"cameras": "observation.images.cam0"},
+        {"delta_timestamps": [0.0]},
+        {"delta_timestamps": "action"},
+        {"delta_timestamps": {"action": 0.0}},
     ],
 )
 def test_options_that_mean_nothing_are_refused_when_opening(rich: Path, options: dict[str, object]) -> None:
     with pytest.raises(SettingsError):
         open_dataset(rich, **options)
+
+
+@pytest.mark.parametrize("pixel_format", ["yuv420p", "gray"])
+def test_transforms_that_would_not_be_applied_are_refused(rich: Path, pixel_format: str) -> None:
+    transform, read = SeededTransform(lambda picture, _: picture), ReadOptions(pixel_format=pixel_format)
+    config = StreamConfig(read=read, image_transforms=transform)
+    for opening in (
+        lambda: open_dataset(rich, options=read, image_transforms=transform),
+        lambda: open_stream(rich, config),
+        lambda: open_mixture([Member(source=rich)], config),
+    ):
+        with pytest.raises(SettingsError, match=f"pixel_format '{pixel_format}' delivers none of observation.images.cam0"):
+            opening()
+    only_stored = open_dataset(rich, cameras=(DEPTH,), pixel_format=pixel_format, image_transforms=transform, return_uint8=True)
+    assert only_stored.sample(0, 0)[PICTURE].shape == (3, 6, 8)
 
 
 @pytest.mark.parametrize("pixel_format", ["rgb24", "yuv420p"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayError, RayTaskError, WorkerCrashedError
 
 from actors.decode_pool import DecodeAnswer
 from actors.pool_client import DecodePoolClient
@@ -27,6 +30,15 @@ class Ref:
         return self._answer
 
 
+class Answering:
+    """Answers every ping at once."""
+
+    def remote(self) -> Ref:
+        answer: Future[Any] = Future()
+        answer.set_result("up")
+        return Ref(answer)
+
+
 @dataclass(eq=False)
 class Actor:
     """Holds calls until they are answered."""
@@ -37,6 +49,10 @@ class Actor:
     @property
     def decode(self) -> Actor:
         return self
+
+    @property
+    def ping(self) -> Answering:
+        return Answering()
 
     def remote(self, request: Any) -> Ref:
         answer: Future[Any] = Future()
@@ -99,3 +115,49 @@ def test_a_client_that_breaks_leaves_nobody_waiting() -> None:
     with pytest.raises(AttributeError):
         client.submit(Request(np.arange(3)), cost=1.0, describe="", on_lost=lambda lost: lost).result(10)
     client.close()
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [ActorDiedError(), ObjectLostError("00", None, ""), OutOfMemoryError("evicted"), NodeDiedError("gone"), WorkerCrashedError()],
+    ids=lambda lost: type(lost).__name__,
+)
+@pytest.mark.parametrize("passed_on", [False, True], ids=["own", "of the actor elsewhere"])
+def test_a_call_whose_answer_is_lost_in_any_way_is_sent_again(lost: RayError, passed_on: bool) -> None:
+    actor = Actor()
+    client = client_of(actor)
+    (future,) = submitted(client, actor, [3])
+    while not actor.calls:
+        time.sleep(0.001)
+    actor.calls[0][1].set_exception(RayTaskError("decode", "", lost) if passed_on else lost)
+    deadline = time.monotonic() + 10
+    while len(actor.calls) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    actor.calls[1][1].set_result(DecodeAnswer({"reelray_pictures_decoded": 3}))
+    assert future.result(10).counts == {"reelray_pictures_decoded": 3}
+    client.close()
+
+
+def test_a_closed_client_keeps_nothing_of_its_calls() -> None:
+    actor = Actor()
+    client = client_of(actor)
+    requests = [Request(np.arange(3)) for _ in range(4)]
+    kept: list[weakref.ref[Any]] = [weakref.ref(request) for request in requests]
+    gc.disable()
+    try:
+        for request in requests:
+            # As in the stream, what sends a call again refers to the client.
+            client.submit(request, cost=1.0, describe="", on_lost=lambda lost, client=client: lost)
+        del request, requests
+        while len(actor.calls) < 2:
+            time.sleep(0.001)
+        client.close()
+        pictures = np.zeros(3)
+        kept.append(weakref.ref(pictures))
+        actor.calls.pop()[1].set_result(DecodeAnswer(pictures=pictures))
+        del pictures
+        actor.calls.clear()
+        assert [one() for one in kept] == [None] * 5
+    finally:
+        gc.enable()
