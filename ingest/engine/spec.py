@@ -53,6 +53,10 @@ class ReadOptions:
     decoder: PictureDecoder = PYAV
 
     def __post_init__(self) -> None:
+        for name in ("cameras", "columns"):
+            if isinstance(getattr(self, name), str):
+                raise SettingsError(f"{name} is {getattr(self, name)!r}, expected a sequence of names")
+        _check_mapping("delta_timestamps", self.delta_timestamps)
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise SettingsError(f"image_size is {self.image_size}, expected (height, width) with both at least 1")
         if self.pixel_format not in _COLOUR_FORMATS:
@@ -60,6 +64,11 @@ class ReadOptions:
         check_pixel_format(self.pixel_format, self.image_size, self.resize_filter, self.image_crop)
         if self.depth_output_unit not in ("mm", "m"):
             raise SettingsError(f"depth_output_unit is {self.depth_output_unit!r}, expected mm or m")
+
+
+def _check_mapping(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise SettingsError(f"{name} is {value!r}, expected lists of seconds by feature")
 
 
 @dataclass(frozen=True, slots=True)

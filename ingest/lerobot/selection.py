@@ -58,7 +58,7 @@ def select_episodes(source: Source, episodes: Sequence[int] | None = None, exclu
         missing = chosen[~np.isin(chosen, known)]
         if missing.size:
             raise SelectionError(f"{where}: episodes {missing.tolist()} do not exist; the dataset has {source.episodes.describe()}")
-    if exclude:
+    if exclude is not None:
         out = np.array([_number(value, where) for value in exclude], dtype=np.int64)
         unknown = out[~np.isin(out, known)]
         if unknown.size:

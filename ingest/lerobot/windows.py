@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsFloat
+from typing import SupportsFloat, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class Windows:
         deltas: dict[str, NDArray[np.int64]] = {}
         offenders: list[str] = []
         for key, offsets in (delta or {}).items():
-            values = [_seconds(key, offset) for offset in offsets]
+            values = [_seconds(key, offset) for offset in _offsets(key, offsets)]
             if not values:
                 raise SettingsError(f"delta_timestamps[{key!r}] is empty; give at least one offset in seconds, or leave the key out")
             frames = [round(value * fps) for value in values]
@@ -119,6 +119,12 @@ class Windows:
         return np.clip(wanted, 0, last), (wanted < 0) | (wanted > last)
 
 
+def _offsets(key: str, offsets: object) -> Iterable[object]:
+    if not isinstance(offsets, Iterable):
+        raise SettingsError(f"delta_timestamps[{key!r}] is {offsets!r}, expected a list of seconds")
+    return cast("Iterable[object]", offsets)
+
+
 def _seconds(key: str, offset: object) -> float:
     if isinstance(offset, bool | str) or not isinstance(offset, SupportsFloat) or not math.isfinite(float(offset)):
         raise SettingsError(f"delta_timestamps[{key!r}] holds {offset!r}, expected a finite number of seconds")
@@ -129,7 +135,7 @@ def _check_keys(delta: Mapping[str, Sequence[float]], info: Info) -> None:
     unknown = [key for key in delta if key not in info.features]
     if unknown:
         raise SelectionError(
-            f"delta_timestamps names {', '.join(unknown)}, which the dataset does not have; it has {', '.join(info.features)}"
+            f"delta_timestamps names {', '.join(map(str, unknown))}, which the dataset does not have; it has {', '.join(info.features)}"
         )
     for key in delta:
         feature = info.features[key]

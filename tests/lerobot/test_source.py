@@ -130,6 +130,7 @@ def test_small_drift_at_a_file_start_is_no_contradiction(dataset: Dataset) -> No
         (None, [0, 4], [1, 2, 3]),
         ([4, 2], [2], [4]),
         (np.array([2, 0]), None, [2, 0]),
+        (None, np.array([0, 4]), [1, 2, 3]),
         (range(1, 3), None, [1, 2]),
     ],
 )

@@ -62,8 +62,8 @@ def test_a_deviation_equal_to_the_tolerance_is_allowed() -> None:
     assert Windows.from_delta_timestamps({"a": [0.5, 1.5]}, 1, 0.5).deltas["a"].tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("offsets", [[], [float("nan")], [float("inf")], ["0.1"], [None], [True]])
-def test_offsets_that_are_no_seconds(offsets: list[object]) -> None:
+@pytest.mark.parametrize("offsets", [[], [float("nan")], [float("inf")], ["0.1"], [None], [True], 0.1, "0.1"])
+def test_offsets_that_are_no_seconds(offsets: object) -> None:
     with pytest.raises(SettingsError, match="action"):
         Windows.from_delta_timestamps({"action": offsets}, 10)  # type: ignore[dict-item]
 
