@@ -58,6 +58,9 @@ class ObjectFrames:
     def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
         return self._allocator.reserve(count, timeout_s)
 
+    def warm(self, count: int) -> None:
+        """Nothing to do: the memory is the object store's, which `RAY_preallocate_plasma_memory` touches when Ray starts."""
+
     def land(self, slots: Sequence[int] | NDArray[np.int32], pictures: NDArray[np.generic]) -> None:
         """Puts pictures where they were expected; they are dropped if the store was closed meanwhile.
 

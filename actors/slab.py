@@ -67,6 +67,10 @@ class _Slots:
             raise ValueError(f"a picture of {nbytes} bytes does not fit a slot of {self._slot_bytes}")
         return self._bytes[start : start + nbytes].view(dtype).reshape(tuple(shape))
 
+    def touch(self, count: int) -> None:
+        """Writes to the first so many slots."""
+        self._bytes[_PAGE : _PAGE + count * self._slot_bytes].fill(0)
+
 
 class _SharedFile:
     """An anonymous file that other processes of the node can map while it is open: one page with a token, then the slots."""
@@ -135,6 +139,10 @@ class FrameSlab:
 
     def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
         return self._allocator.reserve(count, timeout_s)
+
+    def warm(self, count: int) -> None:
+        if self._slots is not None:
+            self._slots.touch(count)
 
     def view(self, slot: int, shape: Sequence[int], dtype: DTypeLike) -> NDArray[np.generic]:
         if self._slots is None:

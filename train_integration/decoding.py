@@ -45,7 +45,7 @@ class DecodeBackend(Protocol):
         """
         ...
 
-    def warm(self, blocks: BlockStore) -> None:
+    def warm(self, store: FrameStore | BlockStore) -> None:
         """Lets decoders meet memory whose pages exist before their first call."""
         ...
 
@@ -107,9 +107,9 @@ class PoolDecoding:
         self._slabs.append(slab)
         return slab
 
-    def warm(self, blocks: BlockStore) -> None:
-        assert isinstance(blocks, BlockSlab)  # made by make_blocks
-        self._warm(blocks.handle)
+    def warm(self, store: FrameStore | BlockStore) -> None:
+        assert isinstance(store, FrameSlab | BlockSlab)  # made by this object
+        self._warm(store.handle)
 
     def submit(
         self,
@@ -166,7 +166,7 @@ class ObjectDecoding:
     def make_blocks(self, slot_bytes: int, batch: int, blocks: int) -> None:
         """None: an object is what one call decodes, and not what one batch delivers."""
 
-    def warm(self, blocks: BlockStore) -> None:
+    def warm(self, store: FrameStore | BlockStore) -> None:
         """Nothing to do: Ray maps the object store when a process starts."""
 
     def submit(
@@ -261,7 +261,7 @@ class InlineDecoding:
         self._stores.append(store)
         return store
 
-    def warm(self, blocks: BlockStore) -> None:
+    def warm(self, store: FrameStore | BlockStore) -> None:
         """Nothing to do: threads share the pages of the rank."""
 
     def submit(

@@ -40,11 +40,15 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameStores:
-    """Memory of a rank: slots for units that are decoded whole and for pictures decoded on demand, or batches being filled."""
+    """Memory of a rank: slots for units that are decoded whole and for pictures decoded on demand, or batches being filled.
+
+    ``needed`` is how many slots for whole units the plan uses at a time, about.
+    """
 
     whole: FrameStore | None = None
     demand: FrameStore | None = None
     batches: BatchMemory | None = None
+    needed: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -61,6 +65,18 @@ class FrameStores:
     def free(self) -> int:
         """Pictures that more may be held at present."""
         return sum(store.free for store in (self.whole, self.demand, self.batches) if store is not None)
+
+    def warm(self, backend: DecodeBackend) -> None:
+        """Touches what will be used, here and in the decoders, before anything is."""
+        if self.batches is not None:
+            self.batches.warm()
+            for blocks in self.batches.stores.values():
+                backend.warm(blocks)
+        for store, count in ((self.whole, self.needed), (self.demand, self.demand.slots if self.demand is not None else 0)):
+            if store is not None:
+                store.warm(count)
+                if count >= store.slots:
+                    backend.warm(store)
 
     def close(self) -> None:
         """Closes all."""
@@ -196,9 +212,11 @@ class RankMemory:
         # A short stretch may not be typical of those that follow with the same slots.
         typical = int(work.pictures.mean() * self._open_units) if len(work.pictures) else 0
         room = min(slots if once.all() else slots - reserve, max(peak, typical) + 2 * largest)
+        needed = room
         if self._budgets.mode == "once":
             room = slots
         return once, FrameStores(
             self._backend.make_frames(self._slot_bytes, room) if once.any() else None,
             None if once.all() else self._backend.make_frames(self._slot_bytes, reserve),
+            needed=needed,
         )

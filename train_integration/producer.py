@@ -191,10 +191,7 @@ class Producer:
             done = self._epochs_done
             scheduler = self._schedule(stretch)
             if self._ledger.paused:
-                if scheduler.stores.batches is not None:
-                    scheduler.stores.batches.warm()
-                    for blocks in scheduler.stores.batches.stores.values():
-                        self._backend.warm(blocks)
+                scheduler.stores.warm(self._backend)
                 # A full collection walks all that torch and Ray have loaded, some 0.2 s: better now than among the first batches.
                 gc.collect()
             self._started.set()

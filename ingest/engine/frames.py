@@ -50,6 +50,10 @@ class FrameStore(Protocol):
         """
         ...
 
+    def warm(self, count: int) -> None:
+        """Touches the memory of the slots that are handed out first, before any is, so that no decoder meets fresh pages."""
+        ...
+
     def view(self, slot: int, shape: Sequence[int], dtype: DTypeLike) -> NDArray[np.generic]:
         """The slot's memory as an array of ``shape``; valid until the slot is released."""
         ...
@@ -64,7 +68,7 @@ class FrameStore(Protocol):
 
 
 class SlotAllocator:
-    """Hands out slot numbers, last released first, so that warm pages are used again."""
+    """Hands out slot numbers, from 0 on, and last released first, so that warm pages are used again."""
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots - 1, -1, -1))
@@ -136,6 +140,10 @@ class HeapFrames:
 
     def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
         return self._allocator.reserve(count, timeout_s)
+
+    def warm(self, count: int) -> None:
+        if self._memory is not None:
+            self._memory[:count].fill(0)
 
     def view(self, slot: int, shape: Sequence[int], dtype: DTypeLike) -> NDArray[np.generic]:
         if self._memory is None:

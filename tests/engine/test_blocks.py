@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from actors.slab import AttachedSlabs, BlockSlab
+from ingest.engine import ReadOptions
 from ingest.engine.blocks import Block, HeapBlocks, OpenBatches
+from ingest.engine.frames import HeapFrames
 from ingest.errors import StreamClosedError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings
@@ -167,3 +169,22 @@ def test_the_memory_of_a_batch_is_used_again_as_soon_as_the_loop_has_let_go_of_i
     assert delivered == dataset.num_frames
     assert len(promised) == 2
     assert max(len(numbers) for numbers in taken.values()) <= promised[0] < dataset.num_frames // 2
+
+
+@pytest.mark.parametrize("decode_mode", ["auto", "on_demand"])
+def test_a_prepared_stream_uses_no_slot_that_was_not_warmed(small: Path, decode_mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ReadOptions(delta_timestamps={"observation.images.cam0": [-0.1, 0.0]})
+    plan = PlanSettings(strategy="lanes", batch_size=4)
+    description, _ = open_stream(small, StreamConfig(plan=plan, decode="inline", lane_frames=4, read=read, decode_mode=decode_mode))
+    warmed: dict[HeapFrames, int] = {}
+    warm = HeapFrames.warm
+    monkeypatch.setattr(HeapFrames, "warm", lambda store, count: (warmed.update({store: count}), warm(store, count)))
+
+    def backend(counters: Any) -> InlineDecoding:
+        return InlineDecoding(2, "here", counters)
+
+    with SampleStream(description, 0, 1, LocalFeed(description.job), backend, decoded_bytes=64 << 20, output="numpy") as stream:
+        assert stream.prepare(timeout_s=30)
+        assert sum(len(batch["index"]) for batch in stream) > 0
+        assert stream.counters.totals()["reelray_decoded_bytes_peak"] == sum(store.peak_used * store.slot_bytes for store in warmed)
+    assert all(count >= store.peak_used > 0 for store, count in warmed.items())

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,19 @@ def test_slots_of_a_call_that_failed_come_free(make: Make) -> None:
     for _ in range(5):
         store.release(store.reserve(4))
     assert store.free == 4
+    store.close()
+
+
+@pytest.mark.parametrize("make", [HeapFrames, FrameSlab], ids=["heap", "slab"])
+def test_slots_that_were_warmed_are_the_first_to_be_used(make: Make) -> None:
+    size = 1 << 16
+    store = make(size, 256)
+    store.warm(64)
+    before = getrusage(RUSAGE_SELF).ru_minflt
+    for slot in store.reserve(64).tolist():
+        store.view(slot, (size,), np.uint8)[:] = 1
+    assert getrusage(RUSAGE_SELF).ru_minflt - before < 64, "each slot has sixteen pages"
+    assert store.free == 192
     store.close()
 
 
