@@ -9,11 +9,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import ray
 
 from ingest.errors import ResourceUnavailableError
-from ingest.storage.processes import usable_cpus
+from ingest.storage.processes import usable_cpus, usable_memory
 
 _LOG = logging.getLogger("reelray.cluster")
 
@@ -45,7 +44,7 @@ def _connected(cpus: float | None, address: str | None) -> Iterator[None]:
     target = address or os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {
         "num_cpus": max(usable_cpus(), int(cpus or 0)),
-        "object_store_memory": int(min(2 << 30, max(256 << 20, psutil.virtual_memory().total * 0.1))),
+        "object_store_memory": int(min(2 << 30, max(256 << 20, usable_memory() * 0.1))),
         "include_dashboard": False,
     }
     try:

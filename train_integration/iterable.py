@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
@@ -21,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ingest.errors import CursorError, SettingsError
 from ingest.plan import Cursor, EpochPlan, PlanSettings, plan_epoch
 from ingest.settings import distributed_rank
+from ingest.storage.processes import usable_memory
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamDescription
@@ -94,7 +94,7 @@ class EpisodeIterableDataset(IterableDataset[dict[str, Any]]):
             self.rank, self.world_size = rank_and_world_size()
         budget = description.config.decoded_budget_gb
         if decoded_bytes is None:
-            total = psutil.virtual_memory().total * _MEMORY_SHARE / self.world_size
+            total = usable_memory() * _MEMORY_SHARE / self.world_size
             decoded_bytes = int(total if budget is None else budget * 2**30)
         self._description = description
         self._batched = batched

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from ingest.datasource import ReadJob
@@ -22,6 +21,7 @@ from ingest.errors import SettingsError
 from ingest.language.stage import RecipeLike
 from ingest.plan import PlanSettings, Units
 from ingest.storage.base import Store
+from ingest.storage.processes import usable_memory
 from ingest.storage.transfer import TransferOptions
 from train_integration.credits import DEFAULT_WINDOW
 from train_integration.option_checks import require_positive
@@ -245,7 +245,8 @@ def transform_of(config: StreamConfig) -> Transform | None:
 
 
 def decoded_budget_bytes(config: StreamConfig, ranks_on_node: int) -> int:
-    """Bytes of decoded pictures that one rank may hold: as configured, or a quarter of the node's memory over its ranks."""
+    """Bytes of decoded pictures that one rank may hold: as configured, or a quarter of the memory of the
+    node, or of its container, over its ranks."""
     if config.decoded_budget_gb is not None:
         return int(config.decoded_budget_gb * 2**30)
-    return int(psutil.virtual_memory().total * 0.25 / max(1, ranks_on_node))
+    return int(usable_memory() * 0.25 / max(1, ranks_on_node))

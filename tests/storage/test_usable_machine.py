@@ -1,14 +1,17 @@
-"""How many CPUs there are to use: affinity, and the quotas of the control groups that a process is in."""
+"""How many CPUs and how much memory there is to use: what the machine has, and the limits of the control groups that a process is in."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from ingest.storage import processes
-from ingest.storage.processes import usable_cpus
+from ingest.storage.processes import usable_cpus, usable_memory
+from train_integration import options
 
 
 @pytest.fixture
@@ -73,3 +76,36 @@ def test_without_quota_it_is_what_the_process_may_run_on(tmp_path: Path, monkeyp
 
 def test_this_machine_has_some() -> None:
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
+    assert 1 << 20 < usable_memory() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("files", "member", "expected"),
+    [
+        ({"memory.max": "8589934592\n"}, "0::/\n", 8 << 30),
+        ({"memory.max": "max\n"}, "0::/\n", 64 << 30),
+        ({"memory.max": "9999999999999\n"}, "0::/\n", 64 << 30),
+        ({"memory.max": "plenty\n"}, "0::/\n", 64 << 30),
+        ({"jobs/memory.max": "4294967296\n", "jobs/mine/memory.max": "max\n"}, "0::/jobs/mine\n", 4 << 30),
+        ({"memory/memory.limit_in_bytes": "2147483648\n"}, "4:memory:/docker/x\n", 2 << 30),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, "4:memory:/\n", 64 << 30),
+        ({}, "", 64 << 30),
+    ],
+)
+def test_the_memory_limit_of_a_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], member: str, expected: int
+) -> None:
+    monkeypatch.setattr(processes.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 << 30))
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
+    membership.write_text(member)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert usable_memory(root, membership) == expected
+    assert usable_memory(root, tmp_path / "none") == (expected if expected != 4 << 30 else 64 << 30)
+
+
+def test_the_decoded_budget_follows_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "usable_memory", lambda: 16 << 30)
+    assert options.decoded_budget_bytes(options.StreamConfig(), 4) == 1 << 30
+    assert options.decoded_budget_bytes(options.StreamConfig(decoded_budget_gb=3.0), 4) == 3 << 30
