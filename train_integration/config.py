@@ -87,6 +87,35 @@ def publish_stream(description: StreamDescription, manager: ActorHandle | None, 
     return StreamHandles(ray.put(description), ray.put(job), manager, job.location, **options)
 
 
+def decoded_bytes_on_node(config: StreamConfig, ranks_on_node: int) -> int:
+    """Bytes of decoded pictures that one of so many ranks of a node may hold, in the frame store of the stream. Needs a connected Ray.
+
+    Raises:
+        BudgetError: more were asked for than the rank's share of the object store.
+    """
+    budget = decoded_budget_bytes(config, ranks_on_node)
+    if config.frame_store == "slab":
+        return budget
+    share = _object_store_share(_DECODED, ranks_on_node)
+    if config.decoded_budget_gb is None:
+        return min(budget, share)
+    if budget > share:
+        # Beyond it Ray would write pictures to the disk, and the stream would be slow without a word.
+        raise BudgetError(
+            f"the decoded budget of {budget / 2**30:.2f} GiB does not fit the object store: of what the node's ranks may fill with "
+            f"pictures, this rank's share is {share / 2**30:.2f} GiB; start Ray with a larger --object-store-memory, lower "
+            "decoded_budget_gb, or use frame_store slab"
+        )
+    return budget
+
+
+def _object_store_share(part: float, ranks_on_node: int) -> int:
+    """The bytes that each rank may take when a node's ranks share ``part`` of its object store."""
+    total = float(ray.cluster_resources().get("object_store_memory", 0.0))
+    nodes = max(1, sum(1 for node in ray.nodes() if node["Alive"]))
+    return int(total / nodes * part / ranks_on_node)
+
+
 @dataclass(frozen=True, slots=True)
 class RankShard:
     """What one Train worker gets from `ray.train.get_dataset_shard`.
@@ -115,35 +144,13 @@ class RankShard:
             description,
             self.rank,
             self.world_size,
-            RayFeed(handles.job, max(_MIN_OBJECT_STORE_BYTES, self._object_store_share(_READING))),
+            RayFeed(handles.job, max(_MIN_OBJECT_STORE_BYTES, _object_store_share(_READING, self.ranks_on_node))),
             self._backend(description),
-            decoded_bytes=self._decoded_bytes(description.config),
+            decoded_bytes=decoded_bytes_on_node(description.config, self.ranks_on_node),
             cursor=cursor,
             max_steps=handles.max_steps,
             output=output,
         )
-
-    def _object_store_share(self, part: float) -> int:
-        """The bytes that this rank may take when its node's ranks share ``part`` of the node's object store."""
-        total = float(ray.cluster_resources().get("object_store_memory", 0.0))
-        nodes = max(1, sum(1 for node in ray.nodes() if node["Alive"]))
-        return int(total / nodes * part / self.ranks_on_node)
-
-    def _decoded_bytes(self, config: StreamConfig) -> int:
-        budget = decoded_budget_bytes(config, self.ranks_on_node)
-        if config.frame_store == "slab":
-            return budget
-        share = self._object_store_share(_DECODED)
-        if config.decoded_budget_gb is None:
-            return min(budget, share)
-        if budget > share:
-            # Beyond it Ray would write pictures to the disk, and the stream would be slow without a word.
-            raise BudgetError(
-                f"the decoded budget of {budget / 2**30:.2f} GiB does not fit the object store: of what the node's ranks may fill with "
-                f"pictures, this rank's share is {share / 2**30:.2f} GiB; start Ray with a larger --object-store-memory, lower "
-                "decoded_budget_gb, or use frame_store slab"
-            )
-        return budget
 
     def _backend(self, description: StreamDescription) -> Any:
         handles, config = self.handles, description.config

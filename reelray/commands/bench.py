@@ -7,7 +7,7 @@ from typing import Literal
 
 from ingest.errors import SettingsError
 from reelray.commands.common import Flat, OrderArguments, ReadArguments, Source, print_json, print_table
-from train_integration.options import StreamConfig, StreamDescription, decoded_budget_bytes, open_stream
+from train_integration.options import StreamConfig, StreamDescription, open_stream
 from train_integration.unit_sizes import LONGEST_UNIT, that_fits
 
 _SHOWN = (
@@ -73,6 +73,7 @@ class Bench:
         from actors.manager import PoolSettings
         from train_integration.benchmarking import BenchReport, run_bench
         from train_integration.cluster import ray_session
+        from train_integration.config import decoded_bytes_on_node
 
         if self.max_steps is not None and self.max_steps < 1:
             raise SettingsError(f"max_steps must be 1 or more, found {self.max_steps}")
@@ -94,11 +95,10 @@ class Bench:
             exclude_episodes=self.read.selected(self.read.exclude_episodes),
         )
         description, dataset = open_stream(self.src, config, **self.read.keywords())
-        if self.fit:
-            budget = decoded_budget_bytes(config, order.ranks)
-            description = that_fits(dataset, description, world_size=order.ranks, decoded_bytes=budget)
-        units = units_of(description, order.strategy)
         with ray_session(cpus=order.ranks + (self.decode_actors or 2), address=self.address):
+            if self.fit:
+                budget = decoded_bytes_on_node(config, order.ranks)
+                description = that_fits(dataset, description, world_size=order.ranks, decoded_bytes=budget)
             report: BenchReport = run_bench(
                 dataset,
                 description,
@@ -109,6 +109,7 @@ class Bench:
                 rounds=self.rounds,
                 profile=self.profile,
             )
+        units = units_of(description, order.strategy)
         if self.json:
             print_json({"dataset": self.src, "strategy": order.strategy, "world_size": order.ranks} | units | report.to_json())
             return 0

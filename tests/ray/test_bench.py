@@ -36,6 +36,7 @@ def test_one_run_reports_ceiling_engine_and_stream(streamed: Path, capsys: pytes
     assert main(["bench", str(streamed), *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ceiling_camera_frames_per_s"] > 0
+    assert (report["lanes"], report["longest_unit_frames"]) == (16, 28), "whole episodes fit the budget"
     for way in ("oracle", "stream"):
         figures = report[way]
         assert set(figures) >= KEYS
