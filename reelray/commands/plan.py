@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.engine.damage import DamageReport
+from ingest.engine.pictures import PictureForm
 from ingest.plan import EpochPlan, PlanReport, RankRun, plan_epoch, report_plan
 from reelray.commands.common import (
     Flat,
@@ -187,16 +188,27 @@ def _report_json(src: str, plan: EpochPlan, report: PlanReport, dataset: Dataset
         "start_step": plan.cursor.batches,
         "units": len(plan.units),
         "rank_peak_bytes": report.rank_peak_bytes.tolist(),
+        "peak_decoded_bytes": _peak_decoded(report, dataset),
         "skipped": damage.to_json(),
         "language": language_report(dataset),
         **report.to_dict(),
     }
 
 
+def _peak_decoded(report: PlanReport, dataset: Dataset | Mixture) -> int | None:
+    """Bytes of pictures of the frames that a consumer has open at a time, at most; None where that was not computed."""
+    if bool(np.any(report.peak_frames < 0)):
+        return None
+    spec = dataset.spec
+    frame = sum(PictureForm.of(spec, camera).nbytes(spec.features[camera]) for camera in spec.cameras)
+    return int(report.peak_frames.max(initial=0)) * frame
+
+
 def _show(plan: EpochPlan, report: PlanReport, dataset: Dataset | Mixture, damage: DamageReport) -> None:
     mixing, settings = report.mixing, plan.settings
     peak = int(report.rank_peak_bytes.max(initial=0))
     computed = bool(np.all(report.peak_bytes >= 0))
+    decoded = _peak_decoded(report, dataset)
     apart = "no" if mixing.neighbour_frames is None else f"{mixing.neighbour_frames:g}"
     print_facts(
         {
@@ -207,6 +219,9 @@ def _show(plan: EpochPlan, report: PlanReport, dataset: Dataset | Mixture, damag
             "balance": f"frames {report.frame_balance:.3f}, decode cost {report.cost_balance:.3f} (largest rank / mean)",
             "tail": f"{settings.tail}: {report.padded:,} repeats, {report.dropped:,} frames left out",
             "peak payload": f"{human_bytes(peak)} on the largest rank" if computed else "not computed",
+            "peak decoded": f"{human_bytes(decoded)} of the largest consumer; a smaller decoded budget decodes some pictures more than once"
+            if decoded is not None
+            else "not computed",
             "mixing": f"{mixing.distinct_episodes:.3g} episodes in {mixing.batch_size} samples, {apart} frames between neighbours",
             "unevenness": f"{mixing.uniform_distance:.3g} (0 is even, 0.94 the order of the data)",
         }

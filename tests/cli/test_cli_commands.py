@@ -151,6 +151,9 @@ def test_plan_reports_shares(run: Run, root: Path) -> None:
     assert len(found["steps"]) == 2
     assert found["mixing"]["batch_size"] == 4
     assert max(found["rank_peak_bytes"]) > 0
+    pictures = [shape["shape"] for shape in loaded(run("inspect", root, "--json"))["features"].values() if shape["dtype"] == "video"]
+    assert found["peak_decoded_bytes"] == max(found["consumers"]["peak_frames"]) * sum(int(np.prod(shape)) for shape in pictures)
+    assert loaded(run("plan", root, "--no-peaks", "--json"))["peak_decoded_bytes"] is None
     status, out, _ = run("plan", root, "--world-size", 2)
     assert status == 0
     assert all(word in out for word in ("balance", "peak payload", "mixing", "rank", "worker", "frames"))
