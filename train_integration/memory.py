@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,6 +96,7 @@ class RankMemory:
         budgets: what may be held.
         open_units: units that the order keeps open at a time, about.
         saved: what decoding each unit whole saves; asked for only where not all of them fit.
+        suspects: (dataset, episode) of those that are never decoded whole, because a picture of theirs is damaged.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class RankMemory:
         budgets: Budgets,
         open_units: int,
         saved: Callable[[UnitList], NDArray[np.float64]],
+        suspects: Collection[tuple[int, int]] = (),
     ) -> None:
         self._spec = spec
         self._work = work
@@ -115,6 +117,9 @@ class RankMemory:
         self._budgets = budgets
         self._open_units = open_units
         self._saved = saved
+        self._suspect = np.zeros(len(work.list), np.bool_)
+        for dataset, episode in suspects:
+            self._suspect |= (work.list.dataset == dataset) & (work.list.episode == episode)
         self._per_sample = sum(spec.windows.size(camera) or 1 for camera in spec.cameras)
         self._slot_bytes = max((form.nbytes(spec.features[camera]) for camera, form in forms.items()), default=1)
 
@@ -144,7 +149,8 @@ class RankMemory:
             )
         if stores is None or (stores.whole is None and stores.demand is None):
             before = None if stores is None else stores.batches
-            batches = self._batch_memory(before) if direct and self._budgets.mode != "on_demand" else None
+            whole = self._budgets.mode != "on_demand" and not self._suspect.any()
+            batches = self._batch_memory(before) if direct and whole else None
             if batches is not None:
                 return np.ones(len(work.list), np.bool_), FrameStores(batches=batches)
             once, fresh = self._new_slots(slots, per_batch)
@@ -191,6 +197,8 @@ class RankMemory:
         opened = work.first_step, work.last_step, work.pictures
         if mode == "on_demand":
             return np.zeros(len(work.list), np.bool_)
+        if self._suspect.any():
+            return choose_once(*opened, beside, np.where(self._suspect, 0.0, self._saved(work.list)))
         if choose_once(*opened, slots).all():
             return np.ones(len(work.list), np.bool_)
         if mode == "once":
@@ -213,7 +221,7 @@ class RankMemory:
         typical = int(work.pictures.mean() * self._open_units) if len(work.pictures) else 0
         room = min(slots if once.all() else slots - reserve, max(peak, typical) + 2 * largest)
         needed = room
-        if self._budgets.mode == "once":
+        if self._budgets.mode == "once" and once.all():
             room = slots
         return once, FrameStores(
             self._backend.make_frames(self._slot_bytes, room) if once.any() else None,

@@ -17,7 +17,7 @@ from actors.stream_metrics import StreamReading, describe_wait, watch_stream
 from ingest.engine.assemble import BatchAssembler, BufferPool, Sample
 from ingest.engine.counters import Counters
 from ingest.engine.rendering import render_batch
-from ingest.errors import DamagedDataError, IngestStalledError, ReservationError, StreamClosedError
+from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReservationError, SelectionError, StreamClosedError
 from ingest.plan import EpochPlan, plan_epoch
 from train_integration.credits import ByteLedger
 from train_integration.decoding import DecodeBackend
@@ -132,6 +132,7 @@ class Producer:
         )
         self._stores: FrameStores | None = None
         self._lead_ins = LeadIns(production.description.job)
+        self._suspects: set[tuple[int, int]] = set()
         self._ledger = ByteLedger(int(config.byte_budget_gb * 2**30), window=config.prefetch_units, paused=paused)
         self._schedulers: list[BatchScheduler] = []
         self._thread = threading.Thread(target=self._run, args=(stretch,), name="reelray-producer", daemon=True)
@@ -243,6 +244,7 @@ class Producer:
             plan.settings.seed,
             of.description.job.decoding_saved,
             self._stores,
+            self._suspects,
         )
         self._stores = scheduler.stores
         self._schedulers.append(scheduler)
@@ -265,11 +267,9 @@ class Producer:
                 self._retire(scheduler)
                 return stretch, following
             except UnitFailure as failure:
-                stretch = self._without(stretch, scheduler, failure)
-                self._drop_all()
+                stretch, scheduler = self._recovered(stretch, scheduler, failure)
                 following = None
                 last = last and stretch.is_last
-                scheduler = self._schedule(stretch)
 
     def _rendered(self, batch: Sample) -> Sample:
         render = self._of.description.render
@@ -289,24 +289,52 @@ class Producer:
             step.is_pad,
         )
 
+    def _recovered(self, stretch: Stretch, scheduler: BatchScheduler, failure: UnitFailure) -> tuple[Stretch, BatchScheduler]:
+        """What is delivered from the failing step on."""
+        again = self._without(stretch, scheduler, failure)
+        self._drop_all()
+        try:
+            return again, self._schedule(again)
+        except BudgetError:
+            if not failure.whole:
+                raise
+            # The compressed pictures of the damaged episode do not fit beside the others: it is left out from here on.
+            failure.whole = False
+            again = self._without(stretch, scheduler, failure)
+            return again, self._schedule(again)
+
     def _without(self, stretch: Stretch, scheduler: BatchScheduler, failure: UnitFailure) -> Stretch:
         """The plan from the failing step on without the damaged episode, or the error where the policy says so.
 
-        Where nothing is damaged, but more bytes are needed than were reserved, the same plan from that step on.
+        Where nothing is damaged, but more bytes are needed than were reserved, the same plan from that step on. So too where the
+        picture that failed was decoded for later batches: which pictures are decoded together depends on where a stream begins and
+        on its budget, and the step at which an episode is left out must not.
         """
         error, plan, units = failure.error, stretch.plan, scheduler.units
         dataset, episode = int(units.dataset[failure.key]), int(units.episode[failure.key])
         if isinstance(error, ReservationError):
-            self._lead_ins.learn(dataset, error.leads)
+            if not self._lead_ins.learn(dataset, error.leads):
+                raise error
             return stretch.from_step(failure.step)
         sources = self._of.description.job.sources
         if isinstance(error, DamagedDataError) and len(sources) > 1:
             _say_dataset(error, sources[dataset].store.url)
         if self._config.damage != "skip_episode" or not isinstance(error, DamagedDataError):
             raise error
+        if failure.whole:
+            self._suspects.add((dataset, episode))
+            return stretch.from_step(failure.step)
+        self._suspects.discard((dataset, episode))
+        cursor = plan.cursor.advance(failure.step - plan.cursor.batches)
+        if cursor.skip(dataset, episode, failure.step) == cursor:
+            # It was only there to make this rank's batches as many as the others', for want of anything else.
+            raise SelectionError(
+                f"{sources[dataset].store.url}: every episode that could fill the batches of rank {self._of.rank} is damaged; "
+                f"the last: {error}"
+            ) from error
+        cursor = cursor.skip(dataset, episode, failure.step)
         frames = stretch.frames_left(dataset, episode, failure.step)
         self._of.skipped(dataset, episode, failure.step, frames, error)
-        cursor = plan.cursor.advance(failure.step - plan.cursor.batches).skip(dataset, episode, failure.step)
         return stretch.again(plan_epoch(plan.units, plan.settings, cursor))
 
     def _retire(self, scheduler: BatchScheduler) -> None:

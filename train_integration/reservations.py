@@ -28,11 +28,13 @@ class LeadIns:
         self._job = job
         self._leads: dict[int, dict[str, int]] = {}
 
-    def learn(self, dataset: int, leads: Iterable[tuple[str, int]]) -> None:
-        """Notes the ``leads`` of a `ReservationError`."""
+    def learn(self, dataset: int, leads: Iterable[tuple[str, int]]) -> bool:
+        """Notes the ``leads`` of a `ReservationError`; whether one of them is longer than was known."""
         known = self._leads.setdefault(dataset, {})
+        before = dict(known)
         for camera, lead in leads:
             known[camera] = max(lead, known.get(camera, 0))
+        return known != before
 
     def reserve(self, work: WorkList) -> WorkList:
         """The same work with the bytes that its units hold with their lead-ins."""

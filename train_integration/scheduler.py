@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ from ingest.engine.frames import FrameStore
 from ingest.engine.pictures import PictureForm, groups, runs
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Track, UnitData
-from ingest.errors import DamagedDataError, IngestStalledError, ReelrayError, StreamClosedError
+from ingest.errors import DamagedDataError, IngestStalledError, PoisonedWorkError, ReelrayError, StreamClosedError
 from train_integration.credits import ByteLedger, UnitCredits
 from train_integration.decoding import DecodeBackend
 from train_integration.direct import DirectBatches, Start
@@ -71,13 +71,14 @@ class _Asked:
 
 
 class UnitFailure(Exception):  # noqa: N818 - a carrier, not an error of its own
-    """A unit that a batch needs is damaged: which unit, at which step, and the error."""
+    """A unit that a batch needs is damaged: which unit, at which step, the error, and whether more than the batch was decoded with it."""
 
-    def __init__(self, key: int, step: int, error: ReelrayError) -> None:
+    def __init__(self, key: int, step: int, error: ReelrayError, *, whole: bool = False) -> None:
         super().__init__(str(error))
         self.key = key
         self.step = step
         self.error = error
+        self.whole = whole
 
 
 class BatchScheduler:
@@ -96,6 +97,7 @@ class BatchScheduler:
         seed: order seed, for reproducible transforms.
         saved: what decoding each of some units whole saves against decoding its samples one by one.
         stores: slots of the epoch before, to go on with; None makes new ones.
+        suspects: (dataset, episode) of those that are decoded sample by sample, so that only samples with a damaged picture fail.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class BatchScheduler:
         seed: int,
         saved: Callable[[UnitList], NDArray[np.float64]],
         stores: FrameStores | None = None,
+        suspects: Collection[tuple[int, int]] = (),
     ) -> None:
         self._spec = spec
         self._work = work
@@ -129,7 +132,7 @@ class BatchScheduler:
         self._closed = False
         self._feeder_error: BaseException | None = None
         self.fed = threading.Event()
-        memory = RankMemory(spec, work, self._forms, backend, budgets, open_units, saved)
+        memory = RankMemory(spec, work, self._forms, backend, budgets, open_units, saved, suspects)
         self._once, self.stores = memory.lay_out(stores, direct=assembler.takes_decoded)
         self._whole, self._demand = self.stores.whole, self.stores.demand
         self._direct: DirectBatches | None = None
@@ -403,7 +406,9 @@ class BatchScheduler:
         except FutureTimeout:
             raise self._stalled(step, f"a decode call of episode {int(self._work.list.episode[key])} has not answered") from None
         except ReelrayError as error:
-            raise UnitFailure(key, step, error) from error
+            # What kills decoders is not tried in smaller parts.
+            whole = bool(self._once[key]) and not isinstance(error, PoisonedWorkError)
+            raise UnitFailure(key, step, error, whole=whole) from error
 
     def _stalled(self, step: int, what: str) -> IngestStalledError:
         states = "; ".join(self._backend.states())

@@ -13,9 +13,11 @@ import pytest
 
 from ingest.engine import ReadOptions
 from ingest.engine.frames import HeapFrames
-from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError, StreamClosedError
+from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError, SelectionError, StreamClosedError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings, plan_epoch
+from ingest.storage.local import LocalStore
+from ingest.video.index import ProbingIndex
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamConfig, StreamDescription, open_stream
@@ -298,6 +300,45 @@ def test_damage_in_mid_epoch_drops_one_episode(damaged: tuple[Path, int, int], s
         with open_rank(description, 0, 1, decoded=pictures * PICTURE_BYTES) as stream:
             stream.load_state_dict(states[step])
             assert [batch["index"].tolist() for batch in stream] == batches[step:]
+
+
+@pytest.mark.parametrize("strategy", ["lanes", "remaining", "sequential"])
+def test_damage_drops_the_same_samples_wherever_a_stream_begins_and_however_it_decodes(
+    damaged: tuple[Path, int, int], strategy: str
+) -> None:
+    root, episode, frame = damaged
+    runs = []
+    for mode in ("auto", "once", "on_demand"):
+        description, _ = config(root, strategy=strategy, batch_size=4, damage="skip_episode", lane_frames=None, decode_mode=mode)
+        with open_rank(description, 0, 1, decoded=200 * PICTURE_BYTES) as stream:
+            batches = [batch["index"].tolist() for batch in stream]
+            (record,) = stream.damage.records
+        runs.append((batches, record.step, record.frames))
+    assert runs[0] == runs[1] == runs[2]
+    batches, step, _ = runs[0]
+    plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    undamaged = [batch.frame[batch.unit == episode].tolist() for batch in plan.rank(0).batches()]
+    lost = {frame, frame + 1}  # of a group of three pictures
+    assert step == next(number for number, frames in enumerate(undamaged) if lost & {*frames}), "nothing is left out before it must be"
+    for start in range(step):
+        with open_rank(description, 0, 1, decoded=200 * PICTURE_BYTES, cursor=plan.cursor.advance(start)) as stream:
+            assert [batch["index"].tolist() for batch in stream] == batches[start:]
+
+
+def test_a_rank_without_anything_to_fill_its_batches_with_ends_with_an_error(tmp_path: Path) -> None:
+    root = tmp_path / "lost"
+    make_dataset(root, MakeOptions(episodes=1, frames="12:12", cameras=1, size=(32, 64), gop=12))
+    (video,) = root.rglob("*.mp4")
+    table = ProbingIndex(LocalStore.at(root)).table(str(video.relative_to(root)))
+    with video.open("r+b") as file:
+        file.seek(int(table.offsets[0]))
+        file.write(b"\xff" * int(table.sizes[0]))
+    plan = PlanSettings(strategy="sequential", batch_size=4, tail="pad", share="frame_exact", world_size=2)
+    description, _ = open_stream(root, StreamConfig(plan=plan, damage="skip_episode", stall_s=5))
+    with open_rank(description, 0, 2) as stream:
+        with pytest.raises(SelectionError, match="every episode that could fill the batches of rank 0 is damaged"):
+            list(stream)
+        assert [record.episode for record in stream.damage.records] == [0]
 
 
 def test_damage_stops_by_default(damaged: tuple[Path, int, int]) -> None:
