@@ -229,7 +229,14 @@ class TrainingRecipe:
         """
         if not isinstance(data, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] recipes come from files
             raise RecipeError(f"a recipe is a mapping at the top level, found {type(data).__name__}", kind="yaml_not_mapping")
-        return _recipe(data, rules, component=False)
+        recipe = _recipe(data, rules, component=False)
+        if rules == "reelray":
+            try:
+                recipe.fingerprint()
+            except UnicodeEncodeError as error:
+                # YAML and JSON can spell half of a surrogate pair, which no tokenizer and no file takes.
+                raise RecipeError(f"the text {error.object[error.start : error.end]!r} is no character", kind="bad_text") from None
+        return recipe
 
     def fingerprint(self) -> str:
         """32 hexadecimal digits that change with anything that may change a rendered sample."""

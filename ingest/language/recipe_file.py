@@ -133,7 +133,7 @@ def _is_recipe(path: Path) -> bool:
 
 
 def _load_yaml(text: str | bytes, lines: dict[Path_, int], repeated: list[tuple[Path_, int]]) -> Any:
-    size = len(text) if isinstance(text, bytes) else len(text.encode())
+    size = len(text) if isinstance(text, bytes) else len(text.encode(errors="surrogatepass"))
     if size > MAX_BYTES:
         raise RecipeError(f"a recipe may have {MAX_BYTES} bytes, found {size} or more", kind="too_large")
     try:

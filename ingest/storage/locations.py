@@ -126,6 +126,9 @@ def _clean(text: str | os.PathLike[str]) -> str:
         raise LocationError("the location is empty: give a directory, OWNER/NAME or a URL")
     if any(ord(character) < 32 or ord(character) == 127 for character in spelled):
         raise LocationError(f"location {redact(spelled)!r} holds a control character")
+    if any(0xD800 <= ord(character) < 0xE000 for character in spelled):
+        # How Python spells the bytes of a path that are no UTF-8; sidecars, cursors and reports could not name it.
+        raise LocationError(f"location {redact(spelled)!r} is no UTF-8: give the directory another name")
     if "::" in spelled:
         raise LocationError(f"location {redact(spelled)!r} chains file systems with '::', which is not allowed: give the data's own URL")
     return spelled

@@ -235,6 +235,9 @@ class SidecarVerify:
         """Prints what differs."""
         from ingest.video.sidecar.report import verify_sidecar
 
+        sidecar = self.sidecar.expanduser()
+        if not sidecar.is_file():
+            raise ObjectNotFoundError(f"{sidecar} is not a file: give the sidecar (.npz), then the location of its dataset")
         opened = None if self.src is None and self.about.data_root is None else self.about.open(self.src)
         store = None if opened is None else opened.store
         paths = None if opened is None else opened.paths
@@ -244,7 +247,7 @@ class SidecarVerify:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            report = verify_sidecar(self.sidecar.expanduser(), store, paths, deep=self.deep, payload=self.payload, progress=progress)
+            report = verify_sidecar(sidecar, store, paths, deep=self.deep, payload=self.payload, progress=progress)
         if self.json:
             print_json(
                 {

@@ -85,6 +85,10 @@ def test_a_dataset_that_cannot_be_made_leaves_no_folder(run: Run, tmp_path: Path
         assert not (tmp_path / "ds").exists()
 
 
+def test_a_folder_is_no_sidecar(run: Run, root: Path) -> None:
+    refused(run("sidecar", "verify", root), "ObjectNotFoundError: .* is not a file: give the sidecar")
+
+
 def test_numbers_that_mean_nothing_are_refused(run: Run, root: Path) -> None:
     refused(run("inspect", root, "--files", "-1"), "SettingsError: files must be non-negative, found -1")
     refused(run("doctor", root, "--limit", "-1"), "SettingsError: limit must be non-negative, found -1")

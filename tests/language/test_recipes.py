@@ -95,6 +95,8 @@ def test_weights_are_positive_finite_numbers(weight, kind, cls):
         ("a: 2001-99-99\n", "bad_yaml"),
         ("? [a, b]\n: 1\n", "bad_yaml"),
         (b"\xff\xfe\x00", "bad_yaml"),
+        ('messages: [{role: user, content: "\\ud83d", stream: low_level, target: true}]\n', "bad_text"),
+        ("a: \ud83d\n", "bad_yaml"),
         ("a: \x07\n", "bad_yaml"),
         ("[" * 100 + "]" * 100, "too_deep"),
         ("a: [" + "1," * 20_000 + "]\n", "too_large"),

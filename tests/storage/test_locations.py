@@ -51,6 +51,7 @@ def test_every_spelling(text: str, kind: str, url: str, repo_id: str | None, rev
     [
         "",
         "   ",
+        "/data/no utf-8: \udcff",
         "hf://lerobot/pusht",
         "hf://models/lerobot/pusht",
         "hf://spaces/a/b",
