@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ class IndexOptions:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise SettingsError(f"sidecar_workers must be positive, found {self.workers}")
-        if self.lock_timeout_s < 0:
+        if not 0 <= self.lock_timeout_s < math.inf:
             raise SettingsError(f"sidecar_lock_timeout_s must be non-negative, found {self.lock_timeout_s:g}")
 
 

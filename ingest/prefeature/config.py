@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingest.errors import MetadataError
+from ingest.errors import MetadataError, SettingsError
 from ingest.prefeature import layout
 from ingest.prefeature.actions import Action, Cameras, actions_for, cameras_of
 from ingest.prefeature.history import history_table
@@ -105,6 +105,17 @@ def cases_sha256(cases: list[Case]) -> str:
     return hashlib.sha256("".join(canonical_json(case.to_json()) + "\n" for case in cases).encode()).hexdigest()
 
 
+def check_seed(seed: int) -> int:
+    """The seed, if noise and overlap points can be drawn from it.
+
+    Raises:
+        SettingsError: it is negative, or has more than 63 bits.
+    """
+    if not 0 <= seed < 1 << 63:
+        raise SettingsError(f"seed must be in 0..{(1 << 63) - 1}, found {seed}")
+    return seed
+
+
 def make_config(
     sizes: Sizes,
     spec: TeacherSpec,
@@ -183,7 +194,7 @@ def parse_config(raw: Mapping[str, Any]) -> DatasetConfig:
             raise MetadataError(f"{layout.CONFIG}: schema is {raw['schema']!r}, this reader knows {SCHEMA!r}")
         sizes = Sizes.from_json(raw["sizes"])
         actions = tuple(Action(int(item["action_id"]), str(item["name"]), str(item["pose"])) for item in raw["actions"])
-        seed = int(raw["seed"])
+        seed = check_seed(int(raw["seed"]))
         recorded = str(raw["fingerprint"])
         for name in ("teacher", "teacher_checkpoint", "teacher_checkpoint_sha256", "noise_sha256", "cases_sha256", "dataset"):
             str(raw[name])

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ingest.errors import SettingsError
 from ingest.storage.atomic import write_atomic
 from reelray.commands.common import check_outputs
 from reelray.commands.prefeature_arguments import ClusterArguments, SizeArguments, TeacherArguments, amount, note, show
+from train_integration.option_checks import require_positive
 
 if TYPE_CHECKING:
     from actors.prefeature_build import BuildState
@@ -50,10 +52,12 @@ class PrefeatureCases(TeacherArguments):
     def run(self) -> int:
         """Prepares the cases."""
         from ingest.prefeature.cases import choose, list_images, prepare_cases
+        from ingest.prefeature.config import check_seed
         from ingest.prefeature.durable import hash_file
         from ingest.prefeature.sizes import DATASET_NAME, preset, resized
         from ingest.prefeature.teacher import EXACT_FLAGS, TeacherSpec
 
+        check_seed(self.seed)
         sizes = resized(preset(self.preset), **self.sizes.changes(), **({} if self.cases is None else {"cases": self.cases}))
         choose(list_images(self.source), sizes.cases, self.sample_seed)  # before a teacher is loaded for nothing
         choice = self.choice(sizes.to_json())
@@ -324,6 +328,7 @@ class PrefeatureSync:
 
     def run(self) -> int:
         """Syncs; status 1 when the remote does not carry a success mark for this state."""
+        require_positive({"threads": self.threads})
         from ingest.prefeature.remote import Remote
         from ingest.prefeature.sync import sync
 
@@ -358,6 +363,9 @@ class PrefeatureEnsure:
 
     def run(self) -> int:
         """Restores."""
+        if not 0 <= self.sample <= 1:
+            raise SettingsError(f"sample must be a share in 0..1, found {self.sample}")
+        require_positive({"threads": self.threads})
         from dataclasses import asdict
 
         from ingest.prefeature.remote import Remote

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from train_integration.option_checks import require_non_negative, require_positive
+
 if TYPE_CHECKING:
     from actors.prefeature_build import BuildSettings
     from ingest.prefeature.teachers import TeacherChoice
@@ -90,6 +92,8 @@ class ClusterArguments(TeacherArguments):
         """Joins or starts Ray."""
         from train_integration.cluster import ray_session
 
+        require_positive({name: getattr(self, name) for name in ("workers", "threads", "stall_timeout_s")})
+        require_non_negative({"num_cpus": self.num_cpus, "num_gpus": self.gpus})
         with ray_session(cpus=self.workers * self.num_cpus + 1, address=self.address):
             yield
 

@@ -14,6 +14,7 @@ from ingest import settings
 from ingest.engine.indexing import IndexedSource, log_progress
 from ingest.errors import ObjectNotFoundError, SettingsError, SidecarError
 from reelray.commands.common import Flat, PlaceArguments, check_outputs, human_bytes, print_facts, print_json, progress_bar
+from train_integration.option_checks import require_non_negative
 
 if TYPE_CHECKING:
     from ingest.video.sidecar.build import BuildProgress, BuildReport, Progress
@@ -105,6 +106,7 @@ class SidecarBuild:
         for name in ("workers", "max_probe_mb", "episodes", "tasks"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
+        require_non_negative({"lock_timeout_s": self.lock_timeout_s})
         if not self.cluster and (self.tasks is not None or self.address is not None):
             raise SettingsError("tasks and address have no meaning without --cluster")
         check_outputs(output=self.output)
@@ -197,6 +199,8 @@ class SidecarShow:
         """Prints the index."""
         from ingest.video.sidecar.report import show_index
 
+        if self.max_probe_mb < 1:
+            raise SettingsError(f"max_probe_mb must be positive, found {self.max_probe_mb}")
         path = self.source.expanduser()
         if not path.is_file():
             raise ObjectNotFoundError(f"{path} is not a file: give an MP4 file or a sidecar (.npz)")

@@ -180,6 +180,8 @@ def test_options_are_checked() -> None:
         IndexOptions(workers=0)
     with pytest.raises(SettingsError, match="sidecar_lock_timeout_s"):
         IndexOptions(lock_timeout_s=-1)
+    with pytest.raises(SettingsError, match="sidecar_lock_timeout_s"):
+        IndexOptions(lock_timeout_s=float("nan"))
 
 
 def test_datasets_without_videos_need_none(tmp_path: Path, home: Path) -> None:

@@ -59,6 +59,17 @@ def test_cases_with_sizes_of_ones_own(run: Run, tmp_path: Path) -> None:
     )
 
 
+def test_numbers_that_mean_nothing_are_refused_before_the_work(run: Run, tmp_path: Path, short_built: Path) -> None:
+    images, root = make_images(tmp_path / "images", 2), tmp_path / "dataset"
+    for seed in (-1, 1 << 63):
+        refused(run("cases", images, "--root", root, "--preset", "tiny", "--cases", 1, "--seed", seed), f"found {seed}")
+    assert not root.exists()
+    for option, value in (("--workers", 0), ("--threads", 0), ("--stall-timeout-s", "nan"), ("--num-cpus", "nan"), ("--num-gpus", -1)):
+        refused(run("build", short_built, option, value), f"{option[2:].replace('-', '_')} must be")
+    for option, value in (("--sample", "nan"), ("--sample", 2), ("--threads", 0)):
+        refused(run("ensure", short_built, "--remote", f"file://{tmp_path / 'durable'}", option, value), f"{option[2:]} must be")
+
+
 def test_merge_validate_sync_and_ensure(run: Run, dataset: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'durable' / 'v4'}"
     merged = loaded(run("merge", dataset, "--verify-hashes", "--json"))
