@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ingest.engine.assemble import Sample, SampleKey, Transform
+from ingest.engine.assemble import Sample, SampleKey, Transform, refuse_other_form
 from ingest.errors import SettingsError
 
 
@@ -129,6 +129,8 @@ def transform_batch(
                 [transform(np.moveaxis(picture, 0, -1), SampleKey(seed, epoch, int(number), key)) for picture in moments]
                 for moments, number in zip(windowed, index, strict=True)
             ]
+            for picture in (picture for moments in rows for picture in moments):
+                refuse_other_form(key, picture, rows[0][0].shape, rows[0][0].dtype)
             shown = np.moveaxis(np.array(rows), -1, -3)
             pictures = shown if pictures.ndim == 5 else shown[:, 0]
         if not as_uint8 and pictures.dtype == np.uint8:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ingest.engine.depth import depth_table
 from ingest.engine.spec import SampleSpec
 from ingest.engine.unit import Records, UnitData
-from ingest.errors import RowsError
+from ingest.errors import RowsError, SettingsError
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.columns import item_value
 from ingest.lerobot.images import decode_cell
@@ -208,6 +208,8 @@ class BatchAssembler:
                     if memory is None:
                         dtype = picture.dtype if distances is None else distances.dtype
                         memory = self._take((len(planned), frames.shape[1], *picture.shape), dtype)
+                    elif self._transform is not None and distances is None:
+                        refuse_other_form(key, picture, memory.shape[2:], memory.dtype)
                     if distances is None:
                         memory[place, moment] = picture
                     else:
@@ -304,6 +306,19 @@ class BatchAssembler:
             rows = units[number].rows
             texts.append(rows.tasks[int(rows.numbers["task_index"][frame - rows.first])] if "task_index" in rows.numbers else "")
         return texts
+
+
+def refuse_other_form(key: str, picture: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuses a transformed picture that would be cast or repeated to fit beside the others of its batch.
+
+    Raises:
+        SettingsError: it has another shape or dtype than they have.
+    """
+    if (picture.shape, picture.dtype) != (shape, dtype):
+        raise SettingsError(
+            f"{key}: image_transforms returned a picture {list(picture.shape)} {picture.dtype} beside one {list(shape)} {dtype}: "
+            "all pictures of a camera must come out in one shape and dtype"
+        )
 
 
 def _groups(unit: NDArray[np.int64]) -> list[tuple[int, NDArray[np.intp]]]:

@@ -73,9 +73,9 @@ def test_augmentation_depends_on_the_sample_alone(small: Path, transform: Any) -
     assert any(not np.array_equal(again[index], found[0][index]) for index in again)
 
 
-@pytest.mark.parametrize("as_uint8", [True, False])
-def test_streams_and_oracle_transform_alike(small: Path, as_uint8: bool) -> None:
-    read = ReadOptions(delta_timestamps={CAMERA: [-0.1, 0.0]}, columns=("action",))
+@pytest.mark.parametrize(("as_uint8", "columns"), [(True, ("action",)), (False, ("action",)), (True, ("action", "index"))])
+def test_streams_and_oracle_transform_alike(small: Path, as_uint8: bool, columns: tuple[str, ...]) -> None:
+    read = ReadOptions(delta_timestamps={CAMERA: [-0.1, 0.0], "index": [-0.1, 0.0]}, columns=columns)
     description, dataset = described(small, strategy="lanes", batch_size=4, image_transforms=Jitter(), read=read)
     description = replace(description, config=replace(description.config, return_uint8=as_uint8))
     dataset.as_uint8 = as_uint8
@@ -151,3 +151,24 @@ def test_every_kind_of_callable_is_understood() -> None:
     others = [SampleKey(2, 2, 3, "cam"), SampleKey(1, 3, 3, "cam"), SampleKey(1, 2, 4, "cam"), SampleKey(1, 2, 3, "cam1")]
     assert len({seed_of(one) for one in [key, *others]}) == 5
     assert 0 <= generator_of(key).random() < 1
+
+
+@pytest.mark.parametrize("other", ["dtype", "shape"])
+@pytest.mark.parametrize("wrap", [SeededTransform, TorchTransform])
+def test_pictures_that_come_out_differently_are_refused(small: Path, wrap: Any, other: str) -> None:
+    calls = iter(range(1000))
+
+    def torch_function(picture: Any) -> Any:
+        if next(calls) == 0:
+            return picture
+        return picture / 255 if other == "dtype" else picture[:, :1]
+
+    def function(picture: NDArray[Any], _: np.random.Generator) -> NDArray[Any]:
+        if next(calls) == 0:
+            return picture
+        return picture / 255 if other == "dtype" else picture[:1]
+
+    transform = wrap(torch_function if wrap is TorchTransform else function)
+    description, _ = described(small, strategy="lanes", batch_size=4, image_transforms=transform, read=ReadOptions(cameras=(CAMERA,)))
+    with opened(description) as stream, pytest.raises(SettingsError, match=f"{CAMERA}: image_transforms returned a picture"):
+        next(iter(stream))
