@@ -21,8 +21,8 @@ class Manager:
     """Notes who asks for decode actors."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.decode_pool = SimpleNamespace(remote=self.asked.append)
+        self.asked: list[tuple[str, bool]] = []
+        self.decode_pool = SimpleNamespace(remote=lambda node_id, *, shared_memory: self.asked.append((node_id, shared_memory)))
 
 
 @pytest.fixture
@@ -52,12 +52,23 @@ def test_ranks_decode_where_there_are_few_cpus_for_each(
     manager: Any = Manager()
     shard = RankShard(StreamHandles(None, None, manager, "set"), 0, ranks, ranks, "attempt")  # type: ignore[arg-type]
     make = shard._backend(replace(described, config=replace(described.config, decode=decode)))
-    assert manager.asked == ([] if threads else ["here"])
+    assert manager.asked == ([] if threads else [("here", True)])
     if threads:
         backend = make(Counters())
         assert isinstance(backend, InlineDecoding)
         assert backend.load().actors == threads
         backend.close()
+
+
+def test_an_object_store_asks_for_actors_that_need_no_memory_of_the_rank(
+    described: StreamDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "usable_cpus", lambda: 1)
+    monkeypatch.setattr(under_test.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    manager: Any = Manager()
+    shard = RankShard(StreamHandles(None, None, manager, "set"), 0, 4, 4, "attempt")  # type: ignore[arg-type]
+    shard._backend(replace(described, config=replace(described.config, frame_store="object_store")))
+    assert manager.asked == [("here", False)]
 
 
 @pytest.mark.parametrize(
