@@ -121,7 +121,7 @@ def deliver_locally(
                         attempt,
                         segment,
                         rank,
-                        order_rows(delivery, rank, batch, dataset.spec.cameras, digests=digests, recipe=dataset.recipe),
+                        order_rows(description, delivery, rank, batch, dataset.spec.cameras, digests=digests, recipe=dataset.recipe),
                     )
                     reached = planned.step + 1
                     if progress is not None:
@@ -297,7 +297,7 @@ def _deliver_rank(shard: RankShard, cursor: Cursor, ledger: Any, attempt: int, *
             if step_s:
                 time.sleep(step_s)
             cameras = stream.description.job.spec.cameras
-            parts.append(order_rows(delivery, shard.rank, batch, cameras, digests=digests, recipe=recipe))
+            parts.append(order_rows(stream.description, delivery, shard.rank, batch, cameras, digests=digests, recipe=recipe))
             if (sum(len(part["step"]) for part in parts) >= _ROWS_PER_MESSAGE or step_s) and not send(finished=False):
                 return
             for record in stream.damage.records[told:]:

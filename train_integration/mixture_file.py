@@ -16,7 +16,7 @@ datasets:
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ def _weights(path: Path, kind: Any, given: list[float | None]) -> tuple[float, .
 def _weight(path: Path, where: str, value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise SettingsError(f"{path}: {where}.weight must be a number of 0 or more, found {_shown(value)}")
     return float(value)
 

@@ -14,15 +14,24 @@ from numpy.typing import NDArray
 from ingest.engine.assemble import Sample
 from ingest.language.stage import RenderStage
 from train_integration.ledger import Rows
+from train_integration.options import StreamDescription
 from train_integration.producer import Delivery
 
 
 def order_rows(
-    delivery: Delivery, rank: int, batch: Sample, cameras: Sequence[str], *, digests: bool = True, recipe: RenderStage | None = None
+    description: StreamDescription,
+    delivery: Delivery,
+    rank: int,
+    batch: Sample,
+    cameras: Sequence[str],
+    *,
+    digests: bool = True,
+    recipe: RenderStage | None = None,
 ) -> Rows:
     """The order rows of one batch.
 
     Args:
+        description: the stream that the batch is of; it knows indices where the batch has none, or a window of them.
         delivery: which samples the batch holds.
         rank: data-parallel rank.
         batch: as delivered, NumPy.
@@ -42,7 +51,7 @@ def order_rows(
         "position": delivery.position.astype(np.int64),
         "episode_index": delivery.episode.astype(np.int64),
         "frame_index": delivery.frame.astype(np.int64),
-        "index": np.asarray(batch["index"], dtype=np.int64).reshape(size),
+        "index": description.global_index(delivery.dataset, delivery.episode, delivery.frame),
         "is_pad": delivery.is_pad.copy(),
         "committed": np.ones(size, np.bool_),
         "t_ns": np.full(size, time.time_ns(), np.int64),

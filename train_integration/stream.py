@@ -9,7 +9,6 @@ from time import monotonic, perf_counter
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from actors.stream_metrics import StreamReading
 from ingest.engine.assemble import Sample
@@ -286,17 +285,11 @@ class SampleStream:
             batch,
             self.loop_transform,
             (*spec.cameras, *spec.images),
-            self._index(batch, delivery),
+            self.description.global_index(delivery.dataset, delivery.episode, delivery.frame),
             seed=config.plan.seed,
             epoch=delivery.epoch,
             as_uint8=config.return_uint8,
         )
-
-    def _index(self, batch: Sample, delivery: Delivery) -> NDArray[np.int64]:
-        """Global frame index of every sample, also where ``index`` is not among the delivered columns."""
-        if isinstance(batch.get("index"), np.ndarray):
-            return batch["index"]
-        return self.description.global_index(delivery.dataset, delivery.episode, delivery.frame)
 
     def _stretch_now(self) -> Stretch:
         """Where production starts: the present position; with the plan at hand when nothing was handed out yet."""

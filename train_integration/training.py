@@ -143,8 +143,9 @@ class _Recorder:
         """Records one step."""
         delivery = self._stream.delivery
         assert delivery is not None  # set with every batch
-        recipe = stage_of(self._stream.description.config.recipe)
-        rows = order_rows(delivery, self._rank, batch, self._plan.cameras, digests=self._plan.digests, recipe=recipe)
+        description = self._stream.description
+        recipe = stage_of(description.config.recipe)
+        rows = order_rows(description, delivery, self._rank, batch, self._plan.cameras, digests=self._plan.digests, recipe=recipe)
         self._pending = self._ledger.add_rows.remote(self._attempt, delivery.segment, self._rank, rows, None)
         if self._rank == 0 and step % self._plan.log_every == 0:
             totals = self._stream.counters.totals()

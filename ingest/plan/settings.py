@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -104,7 +104,7 @@ class PlanSettings(Topology):
         require_int("mixture_block", self.mixture_block, least=1, most=1 << 16)
         if self.weights is not None:
             values = (1.0,) if self.weights == "frames" else self.weights
-            if isinstance(values, str) or not all(math.isfinite(weight) and weight >= 0 for weight in values) or sum(values) <= 0:
+            if isinstance(values, str) or not all(weight >= 0 for weight in values) or not 0 < sum(values) <= sys.float_info.max:
                 raise SettingsError(f"weights must be 'frames' or numbers >= 0 with a positive sum, found {self.weights!r}")
             if self.pooled:
                 raise SettingsError(f"weights need strategy lanes, reservoir, sequential or episode_sequential, found {self.strategy!r}")

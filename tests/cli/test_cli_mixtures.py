@@ -133,6 +133,15 @@ def test_damage_in_a_mixture_names_its_dataset_and_leaves_the_episode_out(run: R
     assert (0, 1) in zip(*(columns(tmp_path / "order.parquet")[key] for key in ("dataset", "episode_index")), strict=True)
 
 
+def test_the_order_names_indices_that_batches_do_not_hold(run: Run, folder: Path, tmp_path: Path) -> None:
+    (folder / "dropped.yaml").write_text("datasets: [{source: a, drop: [index]}]")
+    orders = tmp_path / "plan.parquet", tmp_path / "stream.parquet"
+    for arguments in ((folder / "dropped.yaml",), (folder / "a", "--delta-timestamps", '{"index": [-0.1, 0.0]}')):
+        assert run("plan", *arguments, "--order", orders[0])[0] == 0
+        assert run("stream", *arguments, "--engine", "local", "--order", orders[1])[0] == 0
+        assert columns(orders[0])["index"] == columns(orders[1])["index"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -145,6 +154,7 @@ def test_damage_in_a_mixture_names_its_dataset_and_leaves_the_episode_out(run: R
         ("dataset: [{source: a}]", "a mixture has unknown entries dataset"),
         ("datasets: [{source: a, weight: -1}]", "datasets[0].weight must be a number of 0 or more, found -1"),
         ("datasets: [{source: a, weight: .nan}]", "datasets[0].weight must be a number"),
+        (f"datasets: [{{source: a, weight: {10**400}}}]", "datasets[0].weight must be a number"),
         ("datasets: [{source: a, weight: 1}, {source: b}]", "datasets[1] has no weight"),
         ("weights: frames\ndatasets: [{source: a, weight: 1}]", "no dataset can have a weight of its own"),
         ("weights: [1, 2]\ndatasets: [{source: a}]", "weights must be frames or explicit"),

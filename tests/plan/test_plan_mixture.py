@@ -142,7 +142,7 @@ def test_weights_that_cannot_work_are_named() -> None:
     with pytest.raises(PlanError, match=r"weights\[3\]=1\.0 but dataset 3 has no frames"):
         mixed(empty, "lanes", 1, weights=(1.0, 1.0, 1.0, 1.0))
     assert not {row[0] for row in rows(mixed(units, "lanes", 1, weights=(1.0, 0.0, 1.0)))} - {0, 2}
-    for weights in ((), (-1.0, 2.0), (0.0, 0.0), (float("nan"), 1.0), "bytes"):
+    for weights in ((), (-1.0, 2.0), (0.0, 0.0), (float("nan"), 1.0), (10**400, 1), (1e308, 1e308), "bytes"):
         with pytest.raises(SettingsError, match="weights must be 'frames' or numbers"):
             PlanSettings(strategy="lanes", weights=weights)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SettingsError, match=r"weights need strategy lanes.* found 'remaining'"):
