@@ -7,7 +7,7 @@ import gc
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from actors.stream_metrics import StreamReading, describe_wait, watch_stream
 from ingest.engine.assemble import BatchAssembler, BufferPool, Sample
 from ingest.engine.counters import Counters
 from ingest.engine.rendering import render_batch
-from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, ReservationError, SelectionError, StreamClosedError
+from ingest.errors import BudgetError, DamagedDataError, IngestStalledError, PlanError, ReservationError, SelectionError, StreamClosedError
 from ingest.plan import EpochPlan, plan_epoch
 from train_integration.credits import ByteLedger
 from train_integration.decoding import DecodeBackend
@@ -199,7 +199,7 @@ class Producer:
             while not self._stop.is_set():
                 last_pass = epochs is not None and done + 1 >= epochs
                 stretch, following = self._deliver(stretch, scheduler, last=last_pass and stretch.is_last)
-                after = stretch.following()
+                after = self._behind(stretch, last=last_pass and stretch.is_last)
                 if stretch.is_last:
                     done += 1
                     self._put(Ready(after, None, None))
@@ -212,6 +212,17 @@ class Producer:
             self._failed = True
             self._started.set()
             self._put(error)
+
+    @staticmethod
+    def _behind(stretch: Stretch, *, last: bool) -> Stretch:
+        """What comes after a stretch; the end of this one where nothing has to come."""
+        try:
+            return stretch.following()
+        except PlanError:
+            # Every episode was left out, so there is no next epoch: only those who want one need to hear of it.
+            if not last:
+                raise
+            return replace(stretch, start=stretch.stop)
 
     def _schedule(self, stretch: Stretch) -> BatchScheduler:
         of, config, plan = self._of, self._config, stretch.plan

@@ -13,7 +13,7 @@ import pytest
 
 from ingest.engine import ReadOptions
 from ingest.engine.frames import HeapFrames
-from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError, SelectionError, StreamClosedError
+from ingest.errors import BudgetError, CursorError, DecodeError, IngestStalledError, PlanError, SelectionError, StreamClosedError
 from ingest.lerobot.make import MakeOptions, make_dataset
 from ingest.plan import PlanSettings, plan_epoch
 from ingest.storage.local import LocalStore
@@ -339,6 +339,22 @@ def test_a_rank_without_anything_to_fill_its_batches_with_ends_with_an_error(tmp
         with pytest.raises(SelectionError, match="every episode that could fill the batches of rank 0 is damaged"):
             list(stream)
         assert [record.episode for record in stream.damage.records] == [0]
+
+
+@pytest.mark.parametrize("tail", ["exact", "pad"])
+def test_an_epoch_that_loses_every_episode_ends_like_any_other(damaged: tuple[Path, int, int], tail: Any) -> None:
+    root, episode, frame = damaged
+    plan = PlanSettings(strategy="sequential", batch_size=2, tail=tail)
+    description, _ = open_stream(root, StreamConfig(plan=plan, episodes=(episode,), damage="skip_episode", stall_s=5))
+    with open_rank(description, 0, 1) as stream:
+        found = [batch["frame_index"][~batch["is_pad"]].tolist() for batch in stream]
+        assert [one for frames in found for one in frames] == list(range(frame - frame % 2))
+        assert [record.frames for record in stream.damage.records] == [12 - frame + frame % 2]
+        assert list(stream) == []
+        state = stream.state_dict()
+    assert state["cursor"]["epoch"] == 1
+    with open_rank(description, 0, 1) as stream, pytest.raises(PlanError, match="no frames to deliver"):
+        stream.load_state_dict(state)
 
 
 def test_damage_stops_by_default(damaged: tuple[Path, int, int]) -> None:
