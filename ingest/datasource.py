@@ -38,7 +38,7 @@ from ingest.engine.fetch import UnitReader, UnitRequest
 from ingest.engine.spec import ReadOptions, SampleSpec
 from ingest.engine.unit import UnitData, pack_unit, unpack_unit
 from ingest.engine.units import decoding_saved
-from ingest.errors import DamagedDataError, ReelrayError, ReservationError, SettingsError, StorageError, StreamClosedError
+from ingest.errors import DamagedDataError, ReelrayError, ReservationError, SelectionError, SettingsError, StorageError, StreamClosedError
 from ingest.language.styles import LANGUAGE_COLUMNS
 from ingest.lerobot.source import Source
 from ingest.storage.base import Store
@@ -391,7 +391,9 @@ class EpisodeTableDatasource(Datasource):
         self._lengths = dataset.lengths
         self._nbytes = _decoded_bytes(dataset)
         spec = dataset.spec
-        self._keys = (*spec.cameras, *spec.images, *spec.columns)
+        keys = [LANGUAGE_KEY if key in LANGUAGE_COLUMNS else key for key in (*spec.cameras, *spec.images, *spec.columns)]
+        pads = [f"{key}_is_pad" for key in keys if key in spec.windows]
+        self._names: tuple[str, ...] = tuple(dict.fromkeys(("episode", "length", "task", *keys, *pads)))
 
     def get_name(self) -> str:
         return "ReelrayEpisodeTable"
@@ -407,6 +409,8 @@ class EpisodeTableDatasource(Datasource):
     ) -> list[ReadTask]:
         projection = self.get_projection_map()
         columns = None if projection is None else list(projection)
+        if unknown := [name for name in columns or () if name not in self._names]:
+            raise SelectionError(f"{', '.join(unknown)} cannot be selected; rows of episodes have {', '.join(self._names)}")
         count = max(1, min(parallelism, len(self._episodes)))
         edges = np.linspace(0, len(self._episodes), count + 1).astype(int).tolist()
         return [self._task(start, stop, columns, per_task_row_limit) for start, stop in pairwise(edges)]
@@ -432,12 +436,12 @@ def _decoded_bytes(dataset: Dataset) -> NDArray[np.int64]:
 def _episode_blocks(job: ReadJob, episodes: NDArray[np.int64], lengths: NDArray[np.int64], columns: Sequence[str] | None) -> Iterator[Any]:
     spec = job.spec
     if columns is not None:
-        wanted = set(columns)
+        wanted = {*(name.removesuffix("_is_pad") for name in columns), *columns, *(LANGUAGE_COLUMNS if LANGUAGE_KEY in columns else ())}
         spec = replace(
             spec,
             cameras=tuple(key for key in spec.cameras if key in wanted),
             images=tuple(key for key in spec.images if key in wanted),
-            columns=tuple(key for key in spec.columns if key in wanted or (key in LANGUAGE_COLUMNS and LANGUAGE_KEY in wanted)),
+            columns=tuple(key for key in spec.columns if key in wanted),
         )
     # State rows go into the block once, packed; as columns they would be repeated on every frame.
     arrays = replace(spec, columns=tuple(key for key in spec.columns if key not in LANGUAGE_COLUMNS))
@@ -455,8 +459,9 @@ def _episode_blocks(job: ReadJob, episodes: NDArray[np.int64], lengths: NDArray[
         if unit.rows.language is not None:
             row[LANGUAGE_KEY] = [unit.rows.language.pack()]
         for key in (*spec.cameras, *spec.images, *arrays.columns):
-            value = batch[key]
-            row[key] = np.ascontiguousarray(value)[None] if isinstance(value, np.ndarray) else [value]
+            for name in (key, f"{key}_is_pad") if key in spec.windows else (key,):
+                value = batch[name]
+                row[name] = np.ascontiguousarray(value)[None] if isinstance(value, np.ndarray) else [value]
         yield BlockAccessor.batch_to_block({key: row[key] for key in row if columns is None or key in columns})
 
 
@@ -471,8 +476,9 @@ def read_episodes(
     """A plain Ray Dataset with one row per episode.
 
     Rows hold ``episode``, ``length``, ``task`` (of the first frame), every stored feature as an array of shape
-    (length, *feature shape), and every camera as uint8 (length, C, H, W). Annotations are one column ``language``, packed, so
-    that state rows are not repeated on every frame: ``AnnotationRows.unpack(row["language"]).raw(frame)``.
+    (length, *feature shape), every camera as uint8 (length, C, H, W), and ``<key>_is_pad`` beside each window. Annotations are
+    one column ``language``, packed, so that state rows are not repeated on every frame:
+    ``AnnotationRows.unpack(row["language"]).raw(frame)``.
     ``Dataset.select_columns`` is pushed down: cameras that are not selected are neither fetched nor decoded.
 
     Args:

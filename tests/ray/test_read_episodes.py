@@ -9,7 +9,7 @@ import pytest
 
 from ingest.datasource import EpisodeDatasource, ReadJob, UnitList, dump_error, in_order, load_error
 from ingest.engine import open_dataset
-from ingest.errors import DecodeError
+from ingest.errors import DecodeError, SelectionError
 from ingest.lerobot.barcode import read_barcode
 
 
@@ -57,6 +57,16 @@ class TestEpisodes:
         dataset = read_episodes(streamed).select_columns(["episode", camera])
         row = dataset.take(1)[0]
         assert set(row) == {"episode", camera}
+
+    def test_windows_come_with_their_masks_and_unknown_columns_are_named(self, streamed: Path) -> None:
+        from ingest.datasource import read_episodes
+
+        dataset = read_episodes(streamed, episodes=[1], cameras=(), delta_timestamps={"action": [-0.1, 0.0]})
+        (row,) = dataset.take_all()
+        assert row["action_is_pad"].tolist() == [[frame < 3, False] for frame in range(row["length"])]
+        assert set(dataset.select_columns(["action_is_pad"]).take(1)[0]) == {"action_is_pad"}
+        with pytest.raises(SelectionError, match="nope cannot be selected; rows of episodes have episode, length, task"):
+            dataset.select_columns(["action", "nope"]).take(1)
 
     def test_read_tasks_are_pure_and_bounded(self, streamed: Path) -> None:
         import ray
