@@ -34,7 +34,7 @@ from train_integration.config import EpisodeDataConfig, RankShard, node_services
 from train_integration.ledger import OrderRecord, Rows, start_ledger
 from train_integration.mixtures import Mixture
 from train_integration.options import StreamDescription
-from train_integration.producer import Delivery
+from train_integration.producer import Delivery, nothing_to_fill_with
 from train_integration.recording import joined, order_rows
 from train_integration.scratch import scratch_folder
 
@@ -130,12 +130,14 @@ def deliver_locally(
             except DamagedDataError as error:
                 if description.config.damage != "skip_episode" or error.episode is None:
                     raise
-                cursor = current.cursor.advance(reached - current.cursor.batches)
+                before = cursor = current.cursor.advance(reached - current.cursor.batches)
                 for number in _datasets_of(description, error):
                     frames = _frames_left(current, rank, number, error.episode, reached)
                     damage.add(error, dataset=number, episode=error.episode, step=reached, frames=frames)
                     skips.append((number, error.episode, reached))
                     cursor = cursor.skip(*skips[-1])
+                if cursor == before:
+                    raise nothing_to_fill_with(dataset.location, rank, error) from error
                 current = plan_epoch(plan.units, plan.settings, cursor)
     after = plan.cursor
     for skip in skips:

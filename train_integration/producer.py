@@ -339,10 +339,7 @@ class Producer:
         cursor = plan.cursor.advance(failure.step - plan.cursor.batches)
         if cursor.skip(dataset, episode, failure.step) == cursor:
             # It was only there to make this rank's batches as many as the others', for want of anything else.
-            raise SelectionError(
-                f"{sources[dataset].store.url}: every episode that could fill the batches of rank {self._of.rank} is damaged; "
-                f"the last: {error}"
-            ) from error
+            raise nothing_to_fill_with(sources[dataset].store.url, self._of.rank, error) from error
         cursor = cursor.skip(dataset, episode, failure.step)
         frames = stretch.frames_left(dataset, episode, failure.step)
         self._of.skipped(dataset, episode, failure.step, frames, error)
@@ -393,6 +390,11 @@ class Producer:
             stores.close()
         for scheduler in list(self._schedulers):
             scheduler.give_up()
+
+
+def nothing_to_fill_with(location: str, rank: int, error: DamagedDataError) -> SelectionError:
+    """The error where what fills a rank's batches is damaged too, and left out already."""
+    return SelectionError(f"{location}: every episode that could fill the batches of rank {rank} is damaged; the last: {error}")
 
 
 def _say_dataset(error: DamagedDataError, location: str) -> None:

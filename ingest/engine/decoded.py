@@ -37,6 +37,7 @@ class DecodedUnits:
         self._used = 0
         self._groups: OrderedDict[tuple[int, str, int], tuple[int, NDArray[Any]]] = OrderedDict()
         self._edges: dict[tuple[int, str], NDArray[np.int64]] = {}
+        self._damaged: set[tuple[int, str, int]] = set()
 
     def bind(self, units: Mapping[int, UnitData]) -> Any:
         """A `PictureOf` over some fetched units."""
@@ -50,6 +51,7 @@ class DecodedUnits:
         """Forgets everything about one unit."""
         for key in [key for key in self._groups if key[0] == number]:
             self._forget(key)
+        self._damaged = {key for key in self._damaged if key[0] != number}
         for edge in [edge for edge in self._edges if edge[0] == number]:
             del self._edges[edge]
 
@@ -66,12 +68,23 @@ class DecodedUnits:
         if pictures is None or not first <= local < first + len(pictures):
             stop = int(edges[group + 1]) if group + 1 < len(edges) else track.pictures
             self._forget(key)
-            first, pictures = self._decode(unit, camera, int(edges[group]), stop, local)
+            first, pictures = self._decode_whole(unit, camera, key, int(edges[group]), stop, local)
             self._groups[key] = (first, pictures)
             self._used += pictures.nbytes
             self._counters.at_least("reelray_decoded_bytes_peak", self._used)
         self._groups.move_to_end(key)
         return pictures[local - first]
+
+    def _decode_whole(
+        self, unit: UnitData, camera: str, key: tuple[int, str, int], first: int, stop: int, local: int
+    ) -> tuple[int, NDArray[Any]]:
+        """As `_decode`, but the picture ``local`` alone where another of its group is damaged."""
+        if key not in self._damaged:
+            try:
+                return self._decode(unit, camera, first, stop, local)
+            except DamagedDataError:
+                self._damaged.add(key)
+        return self._decode(unit, camera, local, local + 1, local)
 
     def _decode(self, unit: UnitData, camera: str, first: int, stop: int, local: int) -> tuple[int, NDArray[Any]]:
         """Pictures ``first`` to ``stop`` of a track, or those from ``local`` on that the budget holds; and which is the first."""

@@ -19,6 +19,7 @@ from ingest.plan import PlanSettings, plan_epoch
 from ingest.storage.local import LocalStore
 from ingest.video.index import ProbingIndex
 from train_integration.decoding import InlineDecoding
+from train_integration.delivery import deliver_locally
 from train_integration.feed import LocalFeed
 from train_integration.options import StreamConfig, StreamDescription, open_stream
 from train_integration.state import merged_state
@@ -309,7 +310,7 @@ def test_damage_drops_the_same_samples_wherever_a_stream_begins_and_however_it_d
     root, episode, frame = damaged
     runs = []
     for mode in ("auto", "once", "on_demand"):
-        description, _ = config(root, strategy=strategy, batch_size=4, damage="skip_episode", lane_frames=None, decode_mode=mode)
+        description, dataset = config(root, strategy=strategy, batch_size=4, damage="skip_episode", lane_frames=None, decode_mode=mode)
         with open_rank(description, 0, 1, decoded=200 * PICTURE_BYTES) as stream:
             batches = [batch["index"].tolist() for batch in stream]
             (record,) = stream.damage.records
@@ -317,6 +318,8 @@ def test_damage_drops_the_same_samples_wherever_a_stream_begins_and_however_it_d
     assert runs[0] == runs[1] == runs[2]
     batches, step, _ = runs[0]
     plan = plan_epoch(description.units, description.with_topology(world_size=1))
+    oracle = deliver_locally(dataset, description, plan, ranks=[0], max_steps=None, digests=False)
+    assert oracle.rows["index"].tolist() == [index for batch in batches for index in batch]
     undamaged = [batch.frame[batch.unit == episode].tolist() for batch in plan.rank(0).batches()]
     lost = {frame, frame + 1}  # of a group of three pictures
     assert step == next(number for number, frames in enumerate(undamaged) if lost & {*frames}), "nothing is left out before it must be"
@@ -334,11 +337,14 @@ def test_a_rank_without_anything_to_fill_its_batches_with_ends_with_an_error(tmp
         file.seek(int(table.offsets[0]))
         file.write(b"\xff" * int(table.sizes[0]))
     plan = PlanSettings(strategy="sequential", batch_size=4, tail="pad", share="frame_exact", world_size=2)
-    description, _ = open_stream(root, StreamConfig(plan=plan, damage="skip_episode", stall_s=5))
+    description, dataset = open_stream(root, StreamConfig(plan=plan, damage="skip_episode", stall_s=5))
     with open_rank(description, 0, 2) as stream:
         with pytest.raises(SelectionError, match="every episode that could fill the batches of rank 0 is damaged"):
             list(stream)
         assert [record.episode for record in stream.damage.records] == [0]
+    planned = plan_epoch(description.units, description.with_topology(world_size=2))
+    with pytest.raises(SelectionError, match="every episode that could fill the batches of rank 0 is damaged"):
+        deliver_locally(dataset, description, planned, ranks=[0], max_steps=None, digests=False)
 
 
 @pytest.mark.parametrize("tail", ["exact", "pad"])
