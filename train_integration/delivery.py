@@ -92,7 +92,7 @@ def deliver_locally(
     record = OrderRecord()
     segment = len(plan.cursor.segments) - 1
     attempt = record.begin(plan.epoch, [one.batches for one in plan.cursor.segments])
-    stop = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
+    stop = plan.end if max_steps is None else min(plan.end, plan.cursor.batches + max_steps)
     damage = DamageReport(list(description.damage.records))
     skips: list[tuple[int, int, int]] = []
     budget = description.config.decoded_budget_gb
@@ -142,9 +142,15 @@ def deliver_locally(
     after = plan.cursor
     for skip in skips:
         after = after.skip(*skip)
-    after = after.next_epoch() if stop >= plan.steps else after.advance(stop - plan.cursor.batches)
+    after = _moved(after, plan, stop)
     seconds = time.perf_counter() - start
     return DeliverySummary(record.columns(), after, dataset.counters.totals(), seconds, first, 1, damage.to_json())
+
+
+def _moved(cursor: Cursor, plan: EpochPlan, reached: int) -> Cursor:
+    """A plan's cursor, with what was skipped, after ``reached`` batches; an order without end stays in its epoch."""
+    ended = reached >= plan.steps and plan.settings.tail != "loop"
+    return cursor.next_epoch() if ended else cursor.advance(reached - plan.cursor.batches)
 
 
 def _datasets_of(description: StreamDescription, error: DamagedDataError) -> list[int]:
@@ -225,11 +231,11 @@ def deliver_through_ray(
     summary: dict[str, Any] = ray.get(ledger.summary.remote())
     # Ray Train's controller may outlive the run, and with it the handle that it was given.
     stop_services(own)
-    reached = plan.steps if max_steps is None else min(plan.steps, plan.cursor.batches + max_steps)
+    reached = plan.end if max_steps is None else min(plan.end, plan.cursor.batches + max_steps)
     after = plan.cursor
     for skip in summary["skips"]:
         after = after.skip(*skip)
-    after = after.next_epoch() if reached >= plan.steps else after.advance(reached - plan.cursor.batches)
+    after = _moved(after, plan, reached)
     skipped = [*description.damage.to_json(), *summary["damage"]]
     return DeliverySummary(rows, after, summary["counts"], seconds, summary["first_batch_s"], summary["attempts"], skipped)
 

@@ -82,6 +82,11 @@ class EpochPlan:
             return max(self.rank(rank).steps for rank in range(self.world_size))
         return self.segment.common_steps
 
+    @property
+    def end(self) -> int:
+        """Batch number behind the last of this pass: ``steps``; under ``tail='loop'``, without an end, their next multiple."""
+        return (self.cursor.batches // self.steps + 1) * self.steps if self.settings.tail == "loop" else self.steps
+
     def rank(self, rank: int) -> RankPlan:
         """The batches of one rank.
 
@@ -110,7 +115,8 @@ class EpochPlan:
         ranks: list[NDArray[np.int64]] = []
         for rank in range(self.world_size):
             plan = self.rank(rank)
-            stop = plan.steps if max_steps is None else min(plan.steps, plan.start_step + max_steps)
+            last = self.end if self.settings.tail == "loop" else plan.steps
+            stop = last if max_steps is None else min(last, plan.start_step + max_steps)
             parts.append(plan.table(plan.start_step, max(stop, plan.start_step)))
             ranks.append(np.full(len(parts[-1].unit), rank, dtype=np.int64))
         column = {name: np.concatenate([getattr(part, name) for part in parts]) for name in RankTable.__slots__}

@@ -103,7 +103,7 @@ class Plan:
         if self.order is not None:
             write_order(self.order, order_columns(plan, description, max_steps=self.max_steps, rank=order.dp_rank))
         if self.cursor_out is not None:
-            reached = plan.steps if self.max_steps is None else min(plan.steps, plan.cursor.batches + self.max_steps)
+            reached = plan.end if self.max_steps is None else min(plan.end, plan.cursor.batches + self.max_steps)
             write_cursor(self.cursor_out, plan.cursor_at(reached))
         if self.html is not None:
             write_plan_page(self.html, f"Plan of {self.src}", plan, report, runs)

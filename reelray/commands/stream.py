@@ -175,6 +175,6 @@ def _samples(plan: EpochPlan, ranks: list[int], max_steps: int | None) -> int:
     total = 0
     for rank in ranks:
         ranked = plan.rank(rank)
-        steps = ranked.steps - ranked.start_step
+        steps = (plan.end if plan.settings.tail == "loop" else ranked.steps) - ranked.start_step
         total += plan.settings.batch_size * (steps if max_steps is None else min(steps, max_steps))
     return total

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from calls import Run
 
 from ingest.lerobot.make import MakeOptions, make_dataset
 from reelray.cli import main
@@ -92,3 +93,20 @@ def test_epochs_that_are_none(root: Path, capsys: pytest.CaptureFixture[str], ep
     for command in (["plan"], ["stream", "--engine", "local"]):
         assert main([*command, str(root), "--epoch", epoch]) == 1
         assert "SettingsError: epoch must be" in capsys.readouterr().err
+
+
+def test_an_order_without_end_goes_on_pass_by_pass(run: Run, root: Path, tmp_path: Path) -> None:
+    arguments = [root, "--strategy", "lanes", "--tail", "loop", "--dp-size", "3", "--batch-size", "5"]
+    steps: list[list[int]] = []
+    given: list[str | Path] = []
+    for number in range(3):
+        files = {name: tmp_path / f"{name}-{number}" for name in ("planned", "delivered", "after", "reached")}
+        assert run("plan", *arguments, *given, "--order", files["planned"], "--cursor-out", files["after"])[0] == 0
+        outputs = ["--order", files["delivered"], "--cursor-out", files["reached"]]
+        assert run("stream", *arguments, *given, "--engine", "local", "--no-digests", *outputs)[0] == 0
+        planned, delivered = (pq.read_table(files[name]) for name in ("planned", "delivered"))
+        assert delivered.select(planned.column_names).equals(planned)
+        assert files["after"].read_text() == files["reached"].read_text()
+        steps.append(sorted(set(planned["step"].to_pylist())))
+        given = ["--cursor-in", files["after"]]
+    assert [step for one in steps for step in one] == list(range(3 * len(steps[0])))
