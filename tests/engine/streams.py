@@ -12,13 +12,19 @@ from typing import Any
 import numpy as np
 
 from ingest.datasource import UnitList
+from ingest.engine import ReadOptions
 from ingest.engine.counters import Counters
-from ingest.plan import PlanSettings
+from ingest.engine.frames import HeapFrames
+from ingest.plan import PlanSettings, plan_epoch
 from train_integration.credits import UnitCredits
 from train_integration.decoding import InlineDecoding
 from train_integration.feed import Arrival, Feed, LocalFeed
 from train_integration.options import StreamConfig, StreamDescription, open_stream
 from train_integration.stream import SampleStream
+
+STRATEGIES = ("lanes", "remaining", "round_robin", "sequential", "episode_sequential", "reservoir")
+PICTURE_BYTES = 32 * 64 * 3
+"""Of the ``small`` dataset."""
 
 
 def described(root: Path, *, budget: int | None = None, **plan: Any) -> tuple[StreamDescription, Any]:
@@ -82,3 +88,64 @@ def no_thread_is_left() -> Iterator[None]:
 def bytes_of_units(description: StreamDescription) -> np.ndarray[Any, Any]:
     """Compressed bytes of every unit."""
     return description.units.bytes
+
+
+class Opened(SampleStream):
+    """A stream that remembers the slots it used."""
+
+    stores: list[HeapFrames]
+
+
+def open_rank(description: StreamDescription, rank: int, world: int, *, decoded: int = 64 << 20, **options: Any) -> Opened:
+    made: list[HeapFrames] = []
+
+    def backend(counters: Any) -> InlineDecoding:
+        decoding = InlineDecoding(2, "here", counters)
+        make = decoding.make_frames
+
+        def remember(slot_bytes: int, slots: int) -> HeapFrames:
+            made.append(make(slot_bytes, slots))
+            return made[-1]
+
+        decoding.make_frames = remember  # type: ignore[method-assign]
+        return decoding
+
+    stream = Opened(description, rank, world, LocalFeed(description.job), backend, decoded_bytes=decoded, output="numpy", **options)
+    stream.stores = made
+    return stream
+
+
+def config(root: Path, *, read: ReadOptions | None = None, **plan: Any) -> Any:
+    extra = {name: plan.pop(name) for name in ("epochs", "damage", "lane_frames", "stall_s", "decode_mode") if name in plan}
+    return open_stream(
+        root, StreamConfig(plan=PlanSettings(clamp_workers=True, **plan), read=read or ReadOptions(), decode="inline", **extra)
+    )
+
+
+def equal(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert set(left) == set(right)
+    for key, value in right.items():
+        if isinstance(value, np.ndarray):
+            assert left[key].dtype == value.dtype
+            assert left[key].shape == value.shape
+            np.testing.assert_array_equal(left[key], value, err_msg=key)
+        else:
+            assert left[key] == value
+
+
+def check_rank(description: Any, dataset: Any, rank: int, world: int, **options: Any) -> list[int]:
+    """Compares a rank's stream with the oracle; returns the indices it delivered."""
+    plan = plan_epoch(description.units, description.with_topology(world_size=world))
+    oracle = dataset.iter_batches(plan, rank)
+    seen: list[int] = []
+    with open_rank(description, rank, world, **options) as stream:
+        for batch in stream:
+            planned, wanted = next(oracle)
+            equal(batch, wanted)
+            assert stream.delivery is not None
+            assert (stream.delivery.step, stream.delivery.worker) == (planned.step, planned.worker)
+            seen += batch["index"][~batch["is_pad"]].tolist()
+    assert next(oracle, None) is None
+    # Closing freed the memory; before that, every slot had come back.
+    assert all(store.free == store.slots for store in stream.stores)
+    return seen

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_sample_stream import PICTURE_BYTES, STRATEGIES, config, equal, open_rank
+from streams import PICTURE_BYTES, STRATEGIES, config, equal, open_rank
 
 from ingest.engine import ReadOptions
 from ingest.errors import PlanError

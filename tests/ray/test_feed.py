@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Generator
@@ -11,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
+from own_processes import workers
 from ray.data._internal.stats import get_or_create_stats_actor
 
 from ingest.datasource import UnitList
@@ -160,8 +163,8 @@ def test_killed_readers_leave_no_unit_out_and_bring_none_twice(streamed: Path) -
         credits.arrived(ordinal, EACH)
         credits.release(ordinal)
         if len(arrived) in {3, 20, 41}:
-            for process in psutil.Process().children(recursive=True):
-                if " ".join(process.cmdline()).startswith("ray::ReadReelrayEpisodes"):
-                    process.kill()
+            for pid in workers("ReadReelrayEpisodes"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     credits.close()
     assert arrived == list(range(len(rows)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -14,9 +13,9 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
+from own_processes import workers
 from ray._private.internal_api import get_memory_info_reply
 from ray._private.state import state
 
@@ -90,17 +89,6 @@ def assert_nothing_is_left_of_pictures(used: int) -> None:
     assert left <= used + 80_000, "what Ray keeps in its store, and not in a message, has 100 kB or more"
 
 
-def _named(*names: str) -> list[int]:
-    """Processes of this session's workers whose title begins with one of the names."""
-    found: list[int] = []
-    # The session's cluster is below this process; another one on the machine is not to be counted, let alone killed.
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any(" ".join(process.cmdline()).startswith(f"ray::{name}") for name in names):
-                found.append(process.pid)
-    return found
-
-
 class Killer(threading.Thread):
     """Kills one process, chosen when enough rows are on record."""
 
@@ -141,7 +129,7 @@ def test_a_killed_train_worker_changes_nothing_that_is_committed(streamed: Path)
 
 def test_a_killed_decode_actor_changes_nothing(streamed: Path) -> None:
     config = config_of(strategy="remaining", batch_size=4)
-    found, killer = killed_run(streamed, config, Random(42).randint(8, 72), lambda _: lambda: _named("Decoder"))
+    found, killer = killed_run(streamed, config, Random(42).randint(8, 72), lambda _: lambda: workers("Decoder"))
     assert killer.killed is not None
     assert found.attempts == 1
     assert_same(found, in_process(streamed, config, 2))
@@ -171,7 +159,7 @@ def test_a_killed_rank_leaves_no_picture_in_the_object_store(streamed: Path) -> 
 @pytest.mark.slow
 def test_a_killed_decoder_of_objects_changes_nothing(streamed: Path) -> None:
     config = replace(config_of(strategy="remaining", batch_size=4), frame_store="object_store", decoded_budget_gb=0.05)
-    found, killer = killed_run(streamed, config, Random(43).randint(8, 72), lambda _: lambda: _named("Decoder"))
+    found, killer = killed_run(streamed, config, Random(43).randint(8, 72), lambda _: lambda: workers("Decoder"))
     assert killer.killed is not None
     assert found.attempts == 1
     assert_same(found, in_process(streamed, config, 2))
@@ -184,13 +172,15 @@ def test_a_decoded_budget_beyond_the_object_store_is_refused(streamed: Path) -> 
         through_ray(streamed, config, 2, max_steps=1)
 
 
+@pytest.mark.slow
 def test_a_killed_read_worker_changes_nothing(streamed: Path) -> None:
     config = config_of(strategy="sequential", batch_size=4)
-    found, killer = killed_run(streamed, config, 0, lambda _: lambda: _named("ReadReelrayEpisodes"))
+    found, killer = killed_run(streamed, config, 0, lambda _: lambda: workers("ReadReelrayEpisodes"))
     assert killer.killed is not None
     assert_same(found, in_process(streamed, config, 2))
 
 
+@pytest.mark.slow
 def test_a_cursor_joins_two_runs_of_different_world_sizes(streamed: Path) -> None:
     config = config_of(strategy="lanes", batch_size=4)
     first = through_ray(streamed, config, 2, max_steps=9)
@@ -204,7 +194,7 @@ def test_a_cursor_joins_two_runs_of_different_world_sizes(streamed: Path) -> Non
 def test_nothing_is_left_after_a_run(streamed: Path) -> None:
     through_ray(streamed, config_of(strategy="lanes", batch_size=8), 2, max_steps=3)
     deadline = time.monotonic() + 30
-    while (left := _named("Decoder", "_Manager", "_Ledger", "RayTrainWorker")) and time.monotonic() < deadline:
+    while (left := workers("Decoder", "_Manager", "_Ledger", "RayTrainWorker")) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left
 
