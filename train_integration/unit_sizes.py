@@ -18,7 +18,7 @@ from train_integration.worklist import WorkList, work_list
 LONGEST_UNIT = 128
 """Frames beyond which longer units save nothing that is worth their memory."""
 
-_FRAMES = (LONGEST_UNIT, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
+_FRAMES = (*range(LONGEST_UNIT, 32, -8), *range(32, 16, -4), 16, 8, 4, 2, 1)
 _SHORT = 16
 """Frames of a unit below which fewer lanes are better: what a unit costs is then paid for a handful of pictures."""
 
