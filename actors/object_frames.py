@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ingest.engine.frames import SlotAllocator
+from ingest.engine.frames import AllocatedSlots
 from ingest.errors import StreamClosedError
 
 
@@ -27,7 +27,7 @@ class _Landed:
     left: list[int] = field(default_factory=list[int])
 
 
-class ObjectFrames:
+class ObjectFrames(AllocatedSlots):
     """Slots whose pictures arrive as arrays that Ray mapped. Implements `ingest.engine.frames.FrameStore`.
 
     The memory of a call can only be given back as a whole: its slots come free together, with the last that is released.
@@ -38,25 +38,10 @@ class ObjectFrames:
     """
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.slots = slots
-        self._allocator = SlotAllocator(slots)
+        super().__init__(slot_bytes, slots)
         self._lock = threading.Lock()
         self._at: dict[int, tuple[_Landed, int]] = {}
         self._closed = False
-
-    @property
-    def free(self) -> int:
-        """Slots that may be reserved without waiting."""
-        return self._allocator.free
-
-    @property
-    def peak_used(self) -> int:
-        """The most slots that were ever taken at once."""
-        return self._allocator.peak_used
-
-    def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
-        return self._allocator.reserve(count, timeout_s)
 
     def warm(self, count: int) -> None:
         """Nothing to do: the memory is the object store's, which `RAY_preallocate_plasma_memory` touches when Ray starts."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ingest.engine.blocks import Block, BlockRecycler
-from ingest.engine.frames import SlotAllocator
+from ingest.engine.frames import AllocatedSlots
 from ingest.errors import ResourceUnavailableError, StreamClosedError
 
 _PAGE = mmap.PAGESIZE
@@ -106,7 +106,7 @@ class _SharedFile:
         del self.memory
 
 
-class FrameSlab:
+class FrameSlab(AllocatedSlots):
     """The owner's side: allocates slots and reads pictures from them. Implements `ingest.engine.frames.FrameStore`.
 
     Args:
@@ -115,30 +115,15 @@ class FrameSlab:
     """
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
-        self.slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
-        self.slots = slots
+        super().__init__(-(-slot_bytes // _PAGE) * _PAGE, slots)
         self._file = _SharedFile(self.slot_bytes, slots)
         self._slots: _Slots | None = _Slots(self._file.memory, self.slot_bytes)
-        self._allocator = SlotAllocator(slots)
         self._resizing = threading.Lock()
 
     @property
     def handle(self) -> SlabHandle:
         """What decode actors on this node need to write into the slab."""
         return self._file.handle
-
-    @property
-    def free(self) -> int:
-        """Slots that may be reserved without waiting."""
-        return self._allocator.free
-
-    @property
-    def peak_used(self) -> int:
-        """The most slots that were ever taken at once."""
-        return self._allocator.peak_used
-
-    def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
-        return self._allocator.reserve(count, timeout_s)
 
     def warm(self, count: int) -> None:
         if self._slots is not None:

@@ -80,7 +80,21 @@ class DecodeBackend(Protocol):
         ...
 
 
-class PoolDecoding:
+class _ActorDecoding:
+    """What decoding by actors has in common, wherever their pictures go."""
+
+    def __init__(self, client: DecodePoolClient, dataset: str) -> None:
+        self._client = client
+        self._dataset = dataset
+
+    def states(self) -> Sequence[str]:
+        return self._client.states()
+
+    def load(self) -> PoolLoad:
+        return self._client.load()
+
+
+class PoolDecoding(_ActorDecoding):
     """Decoding by the actors of the node, through shared frame slots.
 
     Args:
@@ -91,8 +105,7 @@ class PoolDecoding:
     """
 
     def __init__(self, client: DecodePoolClient, dataset: str, forget: Callable[[bytes], None], warm: Callable[[SlabHandle], None]) -> None:
-        self._client = client
-        self._dataset = dataset
+        super().__init__(client, dataset)
         self._forget = forget
         self._warm = warm
         self._slabs: list[FrameSlab | BlockSlab] = []
@@ -132,12 +145,6 @@ class PoolDecoding:
 
         return _submit(self._client, request, track, wanted, elsewhere)
 
-    def states(self) -> Sequence[str]:
-        return self._client.states()
-
-    def load(self) -> PoolLoad:
-        return self._client.load()
-
     def close(self) -> None:
         self._client.close()
         for slab in self._slabs:
@@ -145,7 +152,7 @@ class PoolDecoding:
             slab.close()
 
 
-class ObjectDecoding:
+class ObjectDecoding(_ActorDecoding):
     """Decoding by actors whose pictures come through Ray's object store.
 
     Args:
@@ -154,8 +161,7 @@ class ObjectDecoding:
     """
 
     def __init__(self, client: DecodePoolClient, dataset: str) -> None:
-        self._client = client
-        self._dataset = dataset
+        super().__init__(client, dataset)
         self._stores: list[ObjectFrames] = []
 
     def make_frames(self, slot_bytes: int, slots: int) -> ObjectFrames:
@@ -194,12 +200,6 @@ class ObjectDecoding:
 
         _submit(self._client, request, track, wanted, lambda lost: lost).add_done_callback(land)
         return landed
-
-    def states(self) -> Sequence[str]:
-        return self._client.states()
-
-    def load(self) -> PoolLoad:
-        return self._client.load()
 
     def close(self) -> None:
         self._client.close()

@@ -120,17 +120,22 @@ class SlotAllocator:
             self._changed.notify_all()
 
 
-class HeapFrames:
-    """A frame store in this process's own memory."""
+class AllocatedSlots:
+    """What frame stores have in common, whatever memory their slots are in: which of them are taken.
+
+    Args:
+        slot_bytes: bytes of one slot.
+        slots: number of slots.
+    """
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._allocator = SlotAllocator(slots)
-        self._memory: NDArray[np.uint8] | None = np.empty((slots, slot_bytes), dtype=np.uint8)
 
     @property
     def free(self) -> int:
+        """Slots that may be reserved without waiting."""
         return self._allocator.free
 
     @property
@@ -140,6 +145,14 @@ class HeapFrames:
 
     def reserve(self, count: int, timeout_s: float | None = None) -> NDArray[np.int32]:
         return self._allocator.reserve(count, timeout_s)
+
+
+class HeapFrames(AllocatedSlots):
+    """A frame store in this process's own memory."""
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        super().__init__(slot_bytes, slots)
+        self._memory: NDArray[np.uint8] | None = np.empty((slots, slot_bytes), dtype=np.uint8)
 
     def warm(self, count: int) -> None:
         if self._memory is not None:

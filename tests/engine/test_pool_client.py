@@ -127,8 +127,6 @@ def test_a_call_whose_answer_is_lost_in_any_way_is_sent_again(lost: RayError, pa
     actor = Actor()
     client = client_of(actor)
     (future,) = submitted(client, actor, [3])
-    while not actor.calls:
-        time.sleep(0.001)
     actor.calls[0][1].set_exception(RayTaskError("decode", "", lost) if passed_on else lost)
     deadline = time.monotonic() + 10
     while len(actor.calls) < 2:
