@@ -30,6 +30,7 @@ from ingest.plan import EpochPlan, plan_epoch
 from ingest.storage.processes import usable_cpus
 from train_integration.ceiling import CeilingFigures, measure_ceiling
 from train_integration.config import EpisodeDataConfig, RankShard, node_services, placeholder, publish_stream
+from train_integration.delivery import typed_cause
 from train_integration.options import StreamDescription
 from train_integration.process_usage import ProcessTree, Usage, machine
 
@@ -292,6 +293,7 @@ def measure_stream(
 
     Raises:
         BenchmarkError: a rank ended without telling what it got.
+        ReelrayError: what ended a rank.
     """
     settings = description.with_topology(world_size=world_size)
     description, manager = node_services(description, pool)
@@ -310,6 +312,8 @@ def measure_stream(
         try:
             trainer.fit()
             done, usage, wall_s = ray.get(gate.result.remote())
+        except Exception as error:
+            raise typed_cause(error) from error
         finally:
             stop_services(manager)
             ray.kill(gate)

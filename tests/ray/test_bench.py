@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from calls import Run, failure
 
 from actors.manager import PoolSettings
 from ingest.lerobot.make import MakeOptions, make_dataset
@@ -51,6 +52,12 @@ def test_one_run_reports_ceiling_engine_and_stream(streamed: Path, capsys: pytes
     roles = report["stream"]["cpu_by_role"]
     assert any("RayTrainWorker" in role for role in roles)
     assert any("reelray-decode" in role or "Decoder" in role for role in roles)
+
+
+@pytest.mark.slow
+def test_what_ends_a_rank_is_told_in_one_line(run: Run, streamed: Path) -> None:
+    told = failure(run("bench", streamed, "--batch-size", 4, "--decoded-budget-gb", 1e-6))
+    assert "BudgetError: one batch needs" in told
 
 
 @pytest.mark.slow
