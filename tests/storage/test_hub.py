@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 from servers.hub import HubEmulator
-from servers.ranges import Fault, Reply, Request, WebServer
+from servers.ranges import Fault, Reply, Request
 
 from ingest import settings
 from ingest.errors import (
@@ -22,7 +22,6 @@ from ingest.errors import (
     ShortReadError,
     StorageError,
     TransientStorageError,
-    UnsafeInputError,
 )
 from ingest.storage.base import Store
 from ingest.storage.hub import HubBucketStore, HubDatasetStore, pin
@@ -472,43 +471,3 @@ def test_a_mistyped_path_is_no_long_wait(fast: RetryPolicy, monkeypatch: pytest.
 def test_a_mistyped_path_that_the_hub_does_not_know_either(hub: HubEmulator, fast: RetryPolicy) -> None:
     with pytest.raises((AccessDeniedError, ObjectNotFoundError), match="taken for a dataset on the Hub"):
         open_store("data/pusth", policy=fast)
-
-
-@pytest.mark.parametrize(
-    ("tree", "error", "message"),
-    [
-        (b"[" * 100_000, StorageError, "nests deeper"),
-        (b"null", StorageError, "expected a list"),
-        (b"[7]", StorageError, "expected an object"),
-        (b'[{"type": "file", "path": "meta/info.json", "size": -1}]', StorageError, "no usable path and size"),
-        (b'[{"type": "file", "path": "meta/info.json", "size": "5"}]', StorageError, "no usable path and size"),
-        (b'[{"type": "file", "path": "meta/info.json", "size": 1000000000000000000}]', UnsafeInputError, "cannot be read whole"),
-        (b"[]", StorageError, "leads back to an earlier one"),
-    ],
-)
-def test_answers_that_no_hub_gives(
-    monkeypatch: pytest.MonkeyPatch, fast: RetryPolicy, tree: bytes, error: type[Exception], message: str
-) -> None:
-    def answer(request: Request) -> Reply:
-        link = {"link": f'<{request.path}?more>; rel="next"'} if tree == b"[]" else {}
-        return Reply(200, {"content-type": "application/json", **link}, tree)
-
-    with WebServer(answer) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        with pytest.raises(error, match=message):
-            open_store("hf://datasets/o/n@" + "a" * 40, policy=fast).read_all("meta/info.json")
-        assert len(server.requests) < 10
-
-
-@pytest.mark.parametrize("link", ["http://[", "http://h:99999/", "mailto:x", "//", "http://other.example/api?page=2"])
-def test_pages_of_a_listing_are_asked_of_the_hub_alone_and_bad_links_are_typed(
-    monkeypatch: pytest.MonkeyPatch, fast: RetryPolicy, link: str
-) -> None:
-    def answer(_: Request) -> Reply:
-        return Reply(200, {"content-type": "application/json", "link": f'<{link}>; rel="next"'}, b"[]")
-
-    with WebServer(answer) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        with pytest.raises(StorageError):
-            open_store("hf://datasets/o/n@" + "a" * 40, policy=fast).list("meta")
-        assert len(server.requests) < 10
