@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.faults import Nodes, Work, nodes
+from benchmarks.faults import Work
+from benchmarks.nodes import Nodes, nodes
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ import psutil
 import pytest
 import ray
 
-from benchmarks.faults import Nodes, Work, nodes
+from benchmarks.faults import Work
+from benchmarks.nodes import Nodes, nodes
 from train_integration.ledger import start_ledger
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from actors.manager import PoolSettings
-from benchmarks.faults import Nodes, Work
+from benchmarks.faults import Work
+from benchmarks.nodes import Nodes
 from ingest.engine.spec import ReadOptions
 from train_integration.job import JobSettings, make_plan, run_training
 from train_integration.ledger import start_ledger

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import Nodes, Work, nodes
+from benchmarks.faults import Work
+from benchmarks.nodes import Nodes, nodes
 from train_integration.jobs import ExitStatus, Submission, submit, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.faults import KINDS, Blow, Nodes, Verdict, Work, kill_processes, lose_nodes, resume_elsewhere, run_under
+from benchmarks.faults import KINDS, Blow, Verdict, Work, kill_processes, lose_nodes, resume_elsewhere, run_under
+from benchmarks.nodes import Nodes
 
 pytestmark = pytest.mark.ray
 

@@ -9,7 +9,8 @@ import pytest
 from servers.proxy import Cut, CutProxy
 from servers.ranges import RangeServer
 
-from benchmarks.faults import Blow, Nodes, Verdict, Work, run_under
+from benchmarks.faults import Blow, Verdict, Work, run_under
+from benchmarks.nodes import Nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,7 +9,8 @@ import pytest
 from servers.proxy import CutProxy
 from servers.s3 import S3Server, find_moto
 
-from benchmarks.faults import Work, nodes
+from benchmarks.faults import Work
+from benchmarks.nodes import nodes
 
 from .test_network import check, cut_run, elsewhere, served
 

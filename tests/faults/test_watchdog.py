@@ -16,7 +16,8 @@ import pytest
 import ray
 
 from actors.manager import PoolSettings
-from benchmarks.faults import Nodes, Work
+from benchmarks.faults import Work
+from benchmarks.nodes import Nodes
 from ingest.engine.spec import ReadOptions
 from ingest.errors import IngestStalledError
 from train_integration.delivery import deliver_through_ray
