@@ -14,8 +14,10 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.causes import raise_typed
 from actors.decode_pool import DecodeActor, DecodeElsewhereActor
 from actors.node_cache import NodeCacheActor
 from actors.resources import beside_caller, wait_for_resources
@@ -165,7 +167,7 @@ class _Manager:
         """Waits until actors answer, with the version that runs here; otherwise ends them.
 
         Raises:
-            ResourceUnavailableError: some do not answer in time.
+            ResourceUnavailableError: some do not answer in time, or cannot import what they run.
             VersionSkewError: one runs another version.
         """
         timeout_s = self._settings.start_timeout_s
@@ -174,7 +176,7 @@ class _Manager:
             ready, late = ray.wait(pings, num_returns=len(pings), timeout=timeout_s)
             if late:
                 raise ResourceUnavailableError(f"{what}: {len(late)} of {len(actors)} did not answer within {timeout_s:.0f} s; {advice}")
-            for version in ray.get(ready):
+            for version in _answers(ready):
                 _refuse_skew(version, what)
         except Exception:
             for actor in actors:
@@ -197,6 +199,13 @@ def _own_label() -> str:
     return str(ray.get_runtime_context().get_actor_id())[:8]
 
 
+def _answers(pings: list[Any]) -> list[str]:
+    try:
+        return ray.get(pings)
+    except RayError as error:
+        raise_typed(error)
+
+
 def _refuse_skew(version: str, what: str) -> None:
     if version != __version__:
         raise VersionSkewError(
@@ -214,7 +223,7 @@ def start_manager(settings: PoolSettings | None = None) -> ActorHandle:
     """Starts the job's manager. Call it in the driver and keep the handle: the services live as long as it does.
 
     Raises:
-        ResourceUnavailableError: the manager was not scheduled within 30 s.
+        ResourceUnavailableError: the manager was not scheduled within 30 s, or could not be imported where it was.
         VersionSkewError: it runs another version of reelray than the driver.
     """
     manager_class: Any = ray.remote(_Manager).options(max_concurrency=16, **beside_caller("manager"))
@@ -227,7 +236,7 @@ def start_manager(settings: PoolSettings | None = None) -> ActorHandle:
             "check `ray status` for nodes that are starting or out of memory"
         )
     try:
-        _refuse_skew(ray.get(ready[0]), "the service manager")
+        _refuse_skew(_answers(ready)[0], "the service manager")
     except VersionSkewError:
         ray.kill(manager)
         raise

@@ -20,8 +20,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from actors.causes import raise_typed
 from ingest import __version__
-from ingest.errors import ReelrayError, ResourceUnavailableError
+from ingest.errors import ResourceUnavailableError
 from ingest.storage.base import ByteRange, Store
 from ingest.storage.disk_cache import CachedStore
 from ingest.storage.turns import FetchTurns, Turn
@@ -173,9 +174,7 @@ class NodeIndex:
                 lost = error
                 time.sleep(min(0.2 * 2**attempt, _LONGEST_PAUSE_S))
             except RayTaskError as error:
-                if isinstance(error.cause, ReelrayError):
-                    raise error.cause from error
-                raise
+                raise_typed(error)
         raise ResourceUnavailableError(f"the cache of node {node_id[:8]} was lost {_ATTEMPTS} times in a row: {lost}") from lost
 
     def __reduce__(self) -> tuple[object, ...]:

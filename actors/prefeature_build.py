@@ -15,9 +15,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
 
+from actors.causes import typed_cause
 from actors.metrics import BuildMetrics, this_node
 from actors.prefeature_worker import Heartbeat, PrefeatureWorker
-from ingest.errors import IngestStalledError, PoisonedWorkError, ResourceUnavailableError, SettingsError
+from ingest.errors import IngestStalledError, PoisonedWorkError, ReelrayError, ResourceUnavailableError, SettingsError
 from ingest.prefeature import layout
 from ingest.prefeature.build import TrajectoryReport, begin_build
 from ingest.prefeature.durable import remove_orphans
@@ -172,6 +173,8 @@ class _Build:
                     f"free resources: {ray.available_resources()}"
                 ) from error
             except (RayActorError, WorkerCrashedError) as error:
+                if isinstance(found := typed_cause(error), ReelrayError):
+                    raise found from error
                 if not left:
                     raise PoisonedWorkError(
                         f"worker {slot.number} died {self._settings.attempts} times while it loaded its teacher (last: {error}); "
@@ -304,7 +307,8 @@ class _Build:
 
 def cause_of(error: RayTaskError) -> BaseException:
     """The worker's own exception, so that callers see the same types as in a single process."""
-    return error.cause if isinstance(error.cause, BaseException) else error
+    found = typed_cause(error)
+    return found if isinstance(found, ReelrayError) or not isinstance(error.cause, BaseException) else error.cause
 
 
 def run_build(

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.causes import raise_typed, typed_cause
 from actors.metrics import BuildMetrics, this_node
 from actors.node_cache import HandedOver
 from ingest import settings
@@ -269,10 +270,10 @@ def _result(ref: Any) -> Any:
     try:
         return ray.get(ref)
     except RayTaskError as error:
-        if isinstance(error.cause, ReelrayError):
-            raise error.cause from error
-        raise
+        raise_typed(error)
     except RayError as error:
+        if isinstance(found := typed_cause(error), ReelrayError):
+            raise found from error
         raise ResourceUnavailableError(
             f"an indexing task was lost {_TASK_RETRIES} times: {error}; what others indexed is kept: build again once the cluster is well"
         ) from error

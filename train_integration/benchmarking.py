@@ -22,6 +22,7 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from actors.causes import typed_cause
 from actors.manager import PoolSettings, stop_services
 from ingest.engine.counters import Counters
 from ingest.engine.dataset import Dataset
@@ -30,7 +31,6 @@ from ingest.plan import EpochPlan, plan_epoch
 from ingest.storage.processes import usable_cpus
 from train_integration.ceiling import CeilingFigures, measure_ceiling
 from train_integration.config import EpisodeDataConfig, RankShard, node_services, placeholder, publish_stream
-from train_integration.delivery import typed_cause
 from train_integration.options import StreamDescription
 from train_integration.process_usage import ProcessTree, Usage, machine
 

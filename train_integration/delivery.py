@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from actors.causes import typed_cause
 from actors.manager import PoolSettings, stop_services
 from actors.resources import wait_for_resources
 from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
 from ingest.engine.decoded import DECODED_CACHE_BYTES
-from ingest.errors import CursorError, DamagedDataError, ReelrayError
+from ingest.errors import CursorError, DamagedDataError
 from ingest.language.stage import stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch
 from ingest.storage.atomic import write_atomic
@@ -240,23 +241,6 @@ def deliver_through_ray(
     return DeliverySummary(rows, after, summary["counts"], seconds, summary["first_batch_s"], summary["attempts"], skipped)
 
 
-def typed_cause(error: BaseException) -> Exception:
-    """The typed error behind whatever Ray wrapped it in, or the error itself."""
-    seen: set[int] = set()
-    stack: list[Any] = [error]
-    while stack:
-        found = stack.pop()
-        if found is None or id(found) in seen:
-            continue
-        seen.add(id(found))
-        if isinstance(found, ReelrayError):
-            return found
-        stack += [found.__cause__, found.__context__, getattr(found, "cause", None), getattr(found, "training_failures", None)]
-        worker_failures = getattr(found, "worker_failures", None) or {}
-        stack += list(worker_failures.values())
-    return error if isinstance(error, Exception) else RuntimeError(str(error))
-
-
 def _deliver(config: dict[str, Any]) -> None:
     """What each Train worker runs."""
     shard: Any = ray.train.get_dataset_shard("train")
@@ -278,7 +262,7 @@ def _deliver(config: dict[str, Any]) -> None:
         _deliver_rank(shard, cursor, ledger, number, digests=digests, step_s=config["step_s"])
     except Exception as error:
         # What an actor of the job refuses comes as an error of Ray with the reason inside.
-        known = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, ReelrayError) else error
+        known = typed_cause(error)
         if isinstance(known, RayError):
             raise
         # It would come again at every new start; the driver raises it once all ranks have stopped.

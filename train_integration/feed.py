@@ -12,7 +12,9 @@ from uuid import uuid4
 
 import ray
 from ray.data import DataContext, ExecutionResources
+from ray.exceptions import RayError
 
+from actors.causes import raise_typed
 from actors.gate import start_gate
 from ingest.datasource import EpisodeDatasource, ReadJob, UnitList, in_order, unpack_row
 from ingest.engine.counters import Counters
@@ -98,11 +100,14 @@ class RayFeed:
             dataset._set_uuid(name)
         # Blocks as they come: Ray's batches keep a row back until the next one is there, and that one may need the room that this
         # one takes; without prefetching they leave a thread behind for every execution.
-        for bundle in dataset.iter_internal_ref_bundles():
-            for block in bundle.blocks:
-                table: Any = ray.get(block.ref)
-                for row in range(table.num_rows):
-                    yield unpack_row(table, row)
+        try:
+            for bundle in dataset.iter_internal_ref_bundles():
+                for block in bundle.blocks:
+                    table: Any = ray.get(block.ref)
+                    for row in range(table.num_rows):
+                        yield unpack_row(table, row)
+        except RayError as error:
+            raise_typed(error)
 
     def await_readers(self, timeout_s: float) -> bool:
         return bool(ray.wait([self.gate.asked.remote()], timeout=timeout_s)[0])

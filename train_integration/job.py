@@ -12,6 +12,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
+from actors.causes import typed_cause
 from actors.manager import PoolSettings, stop_services
 from actors.resources import await_nodes, wait_for_resources
 from ingest.engine.dataset import Dataset
@@ -21,7 +22,6 @@ from ingest.settings import defaults_of_environment
 from train_integration.accounting import FrameAccount
 from train_integration.clamping import log_clamped_workers
 from train_integration.config import EpisodeDataConfig, node_services, placeholder, publish_stream
-from train_integration.delivery import typed_cause
 from train_integration.feature_stats import feature_statistics
 from train_integration.ledger import Rows, start_ledger, write_order
 from train_integration.mixtures import Mixture

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 JOB = Path(__file__).with_name("elastic_job.py")
 
 
-@pytest.mark.parametrize("strategy", ["lanes", "remaining"])
+@pytest.mark.parametrize("strategy", ["lanes", pytest.param("remaining", marks=pytest.mark.soak)])
 def test_a_lost_node_makes_the_group_smaller_and_a_new_one_larger(tmp_path: Path, strategy: str) -> None:
     # A cluster of several nodes needs a process of its own: the suite's has one node.
     ended = subprocess.run([sys.executable, str(JOB), str(tmp_path), strategy], capture_output=True, text=True, timeout=380, check=False)

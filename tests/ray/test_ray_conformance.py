@@ -111,7 +111,7 @@ def test_training_on_a_real_recording_learns(shared_dir: Path, tmp_path: Path) -
     assert (whole.missing, whole.duplicated, whole.in_order) == (0, 0, True)
 
 
-@pytest.mark.parametrize("mode", ["auto", "on_demand"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("on_demand", marks=pytest.mark.soak)])
 def test_open_groups_long_groups_and_fragments_come_pixel_exact_through_decode_actors(shared_dir: Path, mode: DecodeMode) -> None:
     (trial,) = (shared_dir / "data" / "trials").glob("09_*")
     for root in sorted(path for path in trial.iterdir() if path.is_dir()):

@@ -103,6 +103,9 @@ def test_a_stream_through_ray_is_that_of_the_local_directory(place: Place, made:
     assert counters["reelray_payload_bytes_read"] <= 1.02 * counters["reelray_payload_bytes_needed"]
 
 
+@pytest.mark.parametrize(
+    "place", ["hub", "s3", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("bucket", "http"))], indirect=True
+)
 def test_training_reads_from_there_too(place: Place, tmp_path: Path) -> None:
     where, environment = place
     options = ("--steps", 12, "--batch_size", 4, "--world_size", 2, "--save_freq", 6, "--log_freq", 1, "--output_dir", tmp_path / "out")
