@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -26,7 +26,7 @@ from actors.resources import wait_for_resources
 from ingest.engine.damage import DamageReport
 from ingest.engine.dataset import Dataset
 from ingest.engine.decoded import DECODED_CACHE_BYTES
-from ingest.errors import CursorError, DamagedDataError
+from ingest.errors import CursorError, DamagedDataError, ReelrayError
 from ingest.language.stage import stage_of
 from ingest.plan import Cursor, EpochPlan, plan_epoch
 from ingest.storage.atomic import write_atomic
@@ -262,7 +262,7 @@ def _deliver(config: dict[str, Any]) -> None:
         _deliver_rank(shard, cursor, ledger, number, digests=digests, step_s=config["step_s"])
     except Exception as error:
         # What an actor of the job refuses comes as an error of Ray with the reason inside.
-        known = typed_cause(error)
+        known = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, ReelrayError) else error
         if isinstance(known, RayError):
             raise
         # It would come again at every new start; the driver raises it once all ranks have stopped.
