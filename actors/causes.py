@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from ingest.errors import ReelrayError, ResourceUnavailableError
 
@@ -22,7 +22,8 @@ def typed_cause(error: BaseException) -> Exception:
     """
     chain = list(_chain(error))
     for found in chain:
-        if isinstance(found, ReelrayError):
+        # Ray's own error of a task is of the type that it wraps as well, with a traceback for a message.
+        if isinstance(found, ReelrayError) and not isinstance(found, RayTaskError):
             return found
     for found in chain:
         text = str(found)
