@@ -17,6 +17,7 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 
+from actors.causes import typed_cause
 from ingest.errors import CursorError, DatasetError
 from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.records import RecordIndex, View
@@ -195,6 +196,7 @@ def train(
 
     Raises:
         DatasetError: the run left no checkpoint.
+        ReelrayError: what ended a rank once too often.
     """
     resources = {"CPU": cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
     trainer = TorchTrainer(
@@ -203,7 +205,10 @@ def train(
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(name=_RUN, storage_path=str(output.resolve()), failure_config=FailureConfig(max_failures=max_failures)),
     )
-    result: Any = trainer.fit()
+    try:
+        result: Any = trainer.fit()
+    except Exception as error:
+        raise typed_cause(error) from error
     if result.checkpoint is None:
         raise DatasetError(f"{output}: the run ended without a checkpoint")
     with result.checkpoint.as_directory() as folder:
