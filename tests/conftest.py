@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,29 @@ from calls import Answer, Run
 def _shared_root() -> Path | None:
     value = os.environ.get("REELRAY_SHARED")
     return Path(value) if value and (Path(value) / "data").is_dir() else None
+
+
+_ended: list[int] = []
+"""Status of the session, once it has one."""
+
+
+@atexit.register
+def _leave() -> None:
+    """Ends the process before the interpreter and its libraries are taken down; Ray's own workers leave in the same way.
+
+    Threads of Ray's library may outlive the clusters that were started and ended in this process, and have been seen to crash it then,
+    after the last test had passed. Whatever else is to be done at the end was registered later, and is done by now.
+    """
+    if _ended and "ray" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_ended[-1])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keeps the status for `_leave`."""
+    _ended.append(int(session.exitstatus))
 
 
 def pytest_report_header() -> str:
