@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from ingest.errors import ReelrayError, ResourceUnavailableError
 
@@ -38,8 +38,8 @@ def typed_cause(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
-def raise_typed(error: RayError) -> NoReturn:
-    """Raises what `typed_cause` finds."""
+def raise_typed(error: Exception) -> NoReturn:
+    """Raises what `typed_cause` finds, from the error that it was found in."""
     found = typed_cause(error)
     if found is error:
         raise found

@@ -22,7 +22,7 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from actors.causes import typed_cause
+from actors.causes import raise_typed
 from actors.manager import PoolSettings, stop_services
 from ingest.engine.counters import Counters
 from ingest.engine.dataset import Dataset
@@ -313,7 +313,7 @@ def measure_stream(
             trainer.fit()
             done, usage, wall_s = ray.get(gate.result.remote())
         except Exception as error:
-            raise typed_cause(error) from error
+            raise_typed(error)
         finally:
             stop_services(manager)
             ray.kill(gate)

@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from actors.causes import typed_cause
+from actors.causes import raise_typed
 from actors.manager import PoolSettings, stop_services
 from actors.resources import wait_for_resources
 from ingest.engine.damage import DamageReport
@@ -221,7 +221,7 @@ def deliver_through_ray(
         try:
             trainer.fit()
         except Exception as error:
-            raise typed_cause(error) from error
+            raise_typed(error)
         finally:
             stop_services(manager)
     seconds = time.perf_counter() - start

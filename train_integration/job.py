@@ -12,7 +12,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from actors.causes import typed_cause
+from actors.causes import raise_typed
 from actors.manager import PoolSettings, stop_services
 from actors.resources import await_nodes, wait_for_resources
 from ingest.engine.dataset import Dataset
@@ -190,7 +190,7 @@ def run_training(description: StreamDescription, plan: TrainingPlan, settings: J
             steps = int((result.metrics or {}).get("step", 0))
             stopped = asked() and steps < plan.steps
     except Exception as error:
-        raise typed_cause(error) from error
+        raise_typed(error)
     finally:
         stop_services(manager)
         stop_services(board)

@@ -17,7 +17,7 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 
-from actors.causes import typed_cause
+from actors.causes import raise_typed
 from ingest.errors import CursorError, DatasetError
 from ingest.prefeature.layout import RecordKey
 from ingest.prefeature.records import RecordIndex, View
@@ -208,7 +208,7 @@ def train(
     try:
         result: Any = trainer.fit()
     except Exception as error:
-        raise typed_cause(error) from error
+        raise_typed(error)
     if result.checkpoint is None:
         raise DatasetError(f"{output}: the run ended without a checkpoint")
     with result.checkpoint.as_directory() as folder:
